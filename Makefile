@@ -1,0 +1,102 @@
+# Everything runs in a private virtual environment that the first target sets up; later calls find it ready.
+#
+#   make demo              train a small GPT with stock attention, then with ours, and compare
+#   make test              all tests that this machine can run
+#   make lint / format     check files with ruff / let ruff rewrite them
+#   make typecheck         mypy on the plugin
+#   make gpu-test          the GPU tests alone
+#   make bench             the benchmarks; results go to benchmarks/results
+#   make clean             remove what the targets above made
+#
+# Settings, each as NAME=value on the command line:
+#   PYTHON=python3.12      the Python to start from (default: python3)
+#   TORCH='torch==2.14.1'  another PyTorch
+#   NO_VENV=1              use PYTHON's own environment and the torch in it (a GPU machine that has one already);
+#                          this package goes in as an editable install, and nothing that is there is replaced
+#   OFFLINE=1              with NO_VENV=1: install this package alone, ask no package index
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+# For builds of torch that bring no Triton (CPU builds): the version that torch's CUDA build of the same number requires,
+# which is kept where it is there already. (The interpreter of Triton 3.6 fails with NumPy 2.4 and later, 3.7's does not.)
+TRITON ?= triton==3.7.1
+EXTRAS ?= test,lint,bench,examples
+WORKERS ?= 2
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+SOURCES := torch_flashbackend kernels tests examples benchmarks
+
+ifdef NO_VENV
+  PY := $(PYTHON)
+  STAMP := build/.environment-ready
+else
+  PY := $(VENV)/bin/python
+  STAMP := $(VENV)/.environment-ready
+endif
+
+ifdef OFFLINE
+  PIP_FLAGS := --no-deps --no-index
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-cpu test-gpu test-interpreter gpu-test lint format typecheck bench clean
+
+help:
+	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml Makefile
+ifndef NO_VENV
+	@echo "Setting up $(VENV) with $(TORCH): minutes the first time, nothing later"
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)" "setuptools>=77.0.3"
+	@$(PY) -c "import sys, importlib.util as u; sys.exit(sys.platform == 'linux' and u.find_spec('triton') is None)" \
+	  || { set -x; $(PY) -m pip install --quiet --disable-pip-version-check "$(TRITON)"; }
+endif
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-build-isolation --editable ".[$(EXTRAS)]"
+	@mkdir -p $(dir $(STAMP)) && touch $(STAMP)
+
+demo: $(STAMP)
+	$(PY) examples/demo.py $(DEMO_ARGS)
+
+test: test-cpu test-gpu test-interpreter
+
+# One thread in each worker: two workers with a thread pool each would only get in each other's way.
+test-cpu: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests --ignore=tests/gpu --ignore=tests/interpreter $(PYTEST_ARGS)
+
+test-gpu: $(STAMP)
+	@if $(PY) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
+	then set -x; $(PY) -m pytest tests/gpu $(PYTEST_ARGS); \
+	else echo "No GPU that torch can use: tests/gpu not run"; fi
+
+# Triton reads TRITON_INTERPRET when a kernel is decorated, so these tests need a process of their own.
+test-interpreter: $(STAMP)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) tests/interpreter $(PYTEST_ARGS)
+
+gpu-test: $(STAMP)
+	$(PY) -m pytest tests/gpu $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check $(SOURCES)
+	$(PY) -m ruff format --check $(SOURCES)
+
+format: $(STAMP)
+	-$(PY) -m ruff check --fix $(SOURCES)
+	$(PY) -m ruff format $(SOURCES)
+
+typecheck: $(STAMP)
+	$(PY) -m mypy
+
+bench: $(STAMP)
+	$(PY) -m benchmarks.attention $(BENCH_ARGS)
+	$(PY) -m benchmarks.special $(BENCH_ARGS)
+	$(PY) -m benchmarks.overhead $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist demo_out .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

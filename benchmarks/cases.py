@@ -1,0 +1,262 @@
+"""What is measured: a frozen description of each call, and the tensors that it needs.
+
+Imports torch and the standard library. Imported by attention.py, special.py, overhead.py and make_policy.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float32_tf32": torch.float32,
+}
+# Masks by name: what a row of the table calls them, the policy's case that they belong to.
+MASKS = {
+    "padding": "bool_mask",  # [B, 1, 1, Sk], the last quarter of the keys or less is padding
+    "causal_mask": "bool_mask",  # [B, 1, Sq, Sk], causal given as a mask
+    "padding_causal": "bool_mask",  # [B, 1, Sq, Sk], both
+    "bias": "float_mask",  # [1, H, Sq, Sk], a position bias in query's dtype
+    "batch_bias": "float_mask",  # [B, 1, Sq, Sk]
+    "bias_grad": "mask_grad",  # [1, H, Sq, Sk], with its gradient
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call. `group` is its heading in tables; every other field says what the call is."""
+
+    group: str
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int = 0
+    kv_heads: int = 0
+    causal: bool = False
+    dtype: str = "bfloat16"
+    mask: str | None = None
+    dropout: float = 0.0
+    training: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+
+    @property
+    def policy_case(self) -> str:
+        """The case of policy.py that this call's route depends on; a mask outweighs dropout, that outweighs GQA."""
+        if self.mask is not None:
+            return MASKS[self.mask]
+        if self.dropout:
+            return "dropout"
+        return "gqa" if self.kv_heads != self.heads else "dense"
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the forward: two products over the whole square, half of it when causal."""
+        square = self.batch * self.heads * self.seqlen_q * self.seqlen_k
+        return 2.0 * square * (self.head_dim + self.head_dim_v) * (0.5 if self.causal else 1.0)
+
+    @property
+    def bytes(self) -> float:
+        """The least that a forward moves: query, key, value, output once each (no mask)."""
+        size = torch.empty((), dtype=DTYPES[self.dtype]).element_size()
+        queries = self.batch * self.heads * self.seqlen_q * (self.head_dim + self.head_dim_v)
+        keys = self.batch * self.kv_heads * self.seqlen_k * (self.head_dim + self.head_dim_v)
+        return float(size * (queries + keys))
+
+    @property
+    def label(self) -> str:
+        parts = [f"B{self.batch} H{self.heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.heads else "")]
+        parts.append(f"S{self.seqlen_q}" + (f"x{self.seqlen_k}" if self.seqlen_k != self.seqlen_q else ""))
+        parts.append(f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else ""))
+        parts += ["causal"] if self.causal else []
+        parts += [self.mask] if self.mask else []
+        parts += [f"dropout {self.dropout}"] if self.dropout else []
+        parts += [self.dtype] if self.dtype != "bfloat16" else []
+        return f"{self.group}: " + " ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def smaller(self) -> Case:
+        """The same kind of call at a size that a CPU does at once."""
+        kv_heads = 1 if self.kv_heads != self.heads else 2
+        dtype = "float32" if self.dtype == "float32_tf32" else self.dtype
+        return dataclasses.replace(
+            self,
+            batch=min(self.batch, 2),
+            heads=2,
+            kv_heads=kv_heads,
+            dtype=dtype,
+            seqlen_q=min(self.seqlen_q, 32),
+            seqlen_k=min(self.seqlen_k, 32 if self.seqlen_q == self.seqlen_k else 64),
+        )
+
+
+@dataclasses.dataclass
+class Inputs:
+    """The tensors of a case. query, key, value and a mask with a gradient require it when made for training."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    grad_out: Tensor
+
+    @property
+    def differentiable(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in (self.query, self.key, self.value, self.attn_mask) if t is not None and t.requires_grad)
+
+
+def make_inputs(
+    case: Case, device: torch.device | str, *, training: bool, layout: str = "bhsd", seed: int = 0
+) -> Inputs:
+    """Random normal tensors [B, H, S, D]; layout "bshd" makes them transposed views of [B, S, H, D]."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    dtype = DTYPES[case.dtype]
+
+    def normal(heads: int, length: int, head_dim: int) -> Tensor:
+        size = (case.batch, heads, length, head_dim)
+        if layout == "bshd":
+            size = (case.batch, length, heads, head_dim)
+        tensor = torch.randn(size, generator=generator, device=device, dtype=dtype)
+        return tensor.transpose(1, 2) if layout == "bshd" else tensor
+
+    query = normal(case.heads, case.seqlen_q, case.head_dim)
+    key = normal(case.kv_heads, case.seqlen_k, case.head_dim)
+    value = normal(case.kv_heads, case.seqlen_k, case.head_dim_v)
+    grad_out = normal(case.heads, case.seqlen_q, case.head_dim_v)
+    mask = _make_mask(case, device, generator)
+    for tensor in (query, key, value):
+        tensor.requires_grad_(training)
+    if mask is not None and case.mask == "bias_grad":
+        mask.requires_grad_(training)
+    return Inputs(query, key, value, mask, grad_out)
+
+
+def _make_mask(case: Case, device: torch.device | str, generator: torch.Generator) -> Tensor | None:
+    if case.mask is None:
+        return None
+    rows = torch.arange(case.seqlen_q, device=device)[:, None]
+    columns = torch.arange(case.seqlen_k, device=device)[None, :]
+    low = math.ceil(0.75 * case.seqlen_k)
+    lengths = torch.randint(low, case.seqlen_k + 1, (case.batch, 1, 1, 1), generator=generator, device=device)
+    if case.mask == "padding":
+        return (columns < lengths).contiguous()
+    causal = (columns <= rows).expand(case.batch, 1, -1, -1)
+    if case.mask == "causal_mask":
+        return causal.contiguous()
+    if case.mask == "padding_causal":
+        return (causal & (columns < lengths)).contiguous()
+    shape = (case.batch, 1) if case.mask == "batch_bias" else (1, case.heads)
+    return torch.randn(
+        (*shape, case.seqlen_q, case.seqlen_k), generator=generator, device=device, dtype=DTYPES[case.dtype]
+    )
+
+
+@contextlib.contextmanager
+def matmul_precision(case: Case):
+    """float32_tf32 allows TF32 in matrix products, everything else forbids it, as PyTorch does by default."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = case.dtype == "float32_tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def grid() -> list[Case]:
+    """Head dims 64, 128, 256, lengths 512 to 16384, full and causal, at 16,384 tokens and a model width of 2,048."""
+    tokens, width = 16384, 2048
+    return [
+        Case("grid", tokens // length, width // head_dim, length, length, head_dim, causal=causal)
+        for length in (512, 1024, 2048, 4096, 8192, 16384)
+        for head_dim in (64, 128, 256)
+        for causal in (False, True)
+    ]
+
+
+def special() -> list[Case]:
+    """Everything that is not a large dense call in bfloat16, the sizes that a policy needs included."""
+    cases = [
+        Case("mask", 4, 16, 4096, 4096, 128, mask=mask)
+        for mask in ("padding", "causal_mask", "padding_causal", "bias", "batch_bias", "bias_grad")
+    ]
+    cases += [
+        Case("gqa", batch, 32, length, length, 128, kv_heads=8, causal=causal)
+        for batch, length in ((1, 128), (4, 1024), (2, 8192))
+        for causal in (False, True)
+    ]
+    cases += [
+        Case("gqa", 1, 32, 128, 128, 64, kv_heads=4, causal=True),
+        Case("gqa", 4, 32, 2048, 2048, 64, kv_heads=4, causal=True),
+        Case("gqa", 2, 32, 4096, 4096, 128, kv_heads=8, mask="causal_mask"),
+    ]
+    cases += [
+        Case("head_dim", 4, 16, 4096, 4096, head_dim, causal=causal)
+        for head_dim in (32, 40, 72, 80, 96, 160, 192, 512)
+        for causal in (True, False)
+    ]
+    cases += [
+        Case("head_dim", 2, 16, 128, 128, head_dim, causal=causal)
+        for head_dim in (32, 40, 72, 80, 96, 160, 192, 256, 512)
+        for causal in (True, False)
+    ]
+    cases += [
+        Case("head_dim", 4, 16, 4096, 4096, 192, head_dim_v=128, causal=True),
+        Case("head_dim", 2, 16, 128, 128, 192, head_dim_v=128, causal=True),
+        Case("head_dim", 4, 16, 1024, 1024, 33, causal=True),
+    ]
+    cases += [
+        Case("dropout", batch, 16, length, length, head_dim, causal=causal, dropout=0.1)
+        for head_dim in (128, 64)
+        for batch, length in ((1, 128), (8, 512), (4, 4096))
+        for causal in (True, False)
+    ]
+    cases += [
+        Case("float32", batch, 16, length, length, head_dim, causal=causal, dtype=dtype)
+        for dtype in ("float32", "float32_tf32")
+        for head_dim in (128, 64)
+        for batch, length in ((2, 128), (4, 2048))
+        for causal in (True, False)
+    ]
+    cases += [
+        Case("float16", 4, 16, 4096, 4096, 128, causal=True, dtype="float16"),
+        Case("float16", 4, 16, 4096, 4096, 64, dtype="float16"),
+        Case("rectangular", 4, 16, 1024, 8192, 128),
+        Case("rectangular", 4, 16, 4096, 77, 64),
+        Case("rectangular", 4, 16, 256, 4096, 128, mask="padding"),
+    ]
+    cases += [
+        Case("short", batch, 12, length, length, head_dim, causal=causal)
+        for batch, length in ((1, 128), (32, 128), (32, 256), (128, 64))
+        for head_dim in (64, 128)
+        for causal in (False, True)
+    ]
+    # The same masks at sizes from launch bound to large, so that a policy can find where each starts to pay.
+    cases += [
+        Case("mask_sizes", batch, 16, length, length, head_dim, mask=mask)
+        for head_dim in (64, 128)
+        for batch, length in ((1, 64), (4, 256), (8, 1024), (4, 2048))
+        for mask in ("padding", "padding_causal", "bias", "bias_grad")
+    ]
+    cases += [
+        Case("decode", batch, 32, 1, length, 128, kv_heads=8, training=False)
+        for batch, length in ((1, 1024), (1, 8192), (1, 65536), (8, 8192), (64, 1024), (64, 8192))
+    ]
+    cases += [
+        Case("decode", 8, 32, 1, 8192, 128, kv_heads=8, mask="padding", training=False),
+        Case("decode", 8, 16, 1, 4096, 64, mask="padding", training=False),
+    ]
+    return cases

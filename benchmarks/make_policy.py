@@ -1,0 +1,118 @@
+"""Turns results of attention.py and special.py into a policy: which measured calls are faster on our kernels.
+
+    python -m benchmarks.make_policy benchmarks/results/nvidia_h200_{attention,special}.json
+
+Writes torch_flashbackend/policies/<gpu>.json, which policy.py reads. Its ratios are eager times, CPU and GPU together:
+what PyTorch's default takes, divided by what ours takes, for the forward without gradients and for forward plus
+backward. Standard library only; it never runs a kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import RESULTS_FORMAT, ROOT, say, slug
+
+POLICIES = ROOT / "torch_flashbackend" / "policies"
+KINDS = ("attention", "special")
+REFUSED = 1e9  # stands for infinity: PyTorch's default does not take the call at all
+CASE_FIELDS = ("head_dim", "head_dim_v", "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A results file of one of KINDS. Raises ValueError for anything else."""
+    data = json.loads(path.read_text())
+    if data.get("format") != RESULTS_FORMAT or data.get("kind") not in KINDS:
+        raise ValueError(
+            f"{path}: kind {data.get('kind')!r} format {data.get('format')!r}; a policy is made of "
+            f"{' and '.join(KINDS)} results of format {RESULTS_FORMAT}"
+        )
+    return data
+
+
+def ratio(row: dict[str, Any], name: str) -> float | None:
+    """Default's eager time over ours for "forward" or "training"; None when ours was not measured there."""
+    times = row.get("eager_us", {}).get(name, {})
+    if "ours" not in times:
+        return None
+    if "default" not in times:
+        return REFUSED if "default" in row.get("refused", {}) else None
+    return round(times["default"] / times["ours"], 3)
+
+
+def policy_row(row: dict[str, Any]) -> dict[str, Any] | None:
+    """The policy's row for a measured row; None where nothing of ours was measured, or stock ran under our name."""
+    if "error" in row or row.get("our_kernels") == {}:
+        return None
+    forward, training = ratio(row, "forward"), ratio(row, "training")
+    if forward is None and training is None:
+        return None
+    case = row["case"]
+    facts = {"case": row["policy_case"], "causal": case["causal"], "dtype": case["dtype"]}
+    return {**facts, **{f: case[f] for f in CASE_FIELDS}, "forward": forward, "training": training}
+
+
+def make_policy(files: list[Path]) -> dict[str, Any]:
+    """The policy of one GPU. Raises ValueError for files of different GPUs, commits or torch versions."""
+    loaded = [load(path) for path in files]
+    first = loaded[0]["environment"]
+    for path, data in zip(files, loaded, strict=True):
+        for fact in ("gpu", "sm_count", "commit", "torch"):
+            if data["environment"].get(fact) != first.get(fact):
+                raise ValueError(f"{path}: {fact} is {data['environment'].get(fact)!r}, not {first.get(fact)!r}")
+    rows = [made for data in loaded for row in data["rows"] if (made := policy_row(row)) is not None]
+    if not rows:
+        raise ValueError("no row holds an eager time of ours")
+    rows.sort(key=_order)
+    return {
+        "gpu": first["gpu"],
+        "sm_count": first.get("sm_count"),
+        "architecture": first.get("architecture"),
+        "source": ", ".join(_relative(path) for path in files),
+        "commit": first.get("commit"),
+        "torch": first["torch"],
+        "triton": first.get("triton"),
+        "rows": rows,
+    }
+
+
+def _order(row: dict[str, Any]) -> tuple:
+    work = row["batch"] * row["heads"] * row["seqlen_q"] * row["seqlen_k"] * row["head_dim"]
+    return row["case"], row["causal"], row["dtype"], row["head_dim"], row["head_dim_v"], work
+
+
+def _relative(path: Path) -> str:
+    path = path.resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+def text_of(policy: dict[str, Any]) -> str:
+    """JSON with one row per line, so that a change of a policy reads well as a diff."""
+    head = {key: value for key, value in policy.items() if key != "rows"}
+    lines = ",\n".join("  " + json.dumps(row) for row in policy["rows"])
+    return json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n' + lines + "\n ]\n}\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("results", nargs="+", type=Path)
+    options.add_argument("--out", type=Path, default=None, help="default: torch_flashbackend/policies/<gpu>.json")
+    arguments = options.parse_args(argv)
+    try:
+        policy = make_policy(arguments.results)
+    except ValueError as error:
+        say(str(error))
+        return 1
+    path = arguments.out or POLICIES / f"{slug(policy['gpu'])}.json"
+    path.write_text(text_of(policy))
+    faster = sum(max(row["forward"] or 0.0, row["training"] or 0.0) >= 1.02 for row in policy["rows"])
+    say(f"{path}: {len(policy['rows'])} rows, ours ahead in {faster} of them")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""One row of a results file: everything that is measured about one case.
+
+Imports torch, contenders.py, cases.py and harness.py. Imported by attention.py and special.py, which only differ in
+their cases and contenders; `main` is their whole command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import time
+from typing import Any
+
+import torch
+
+from benchmarks import contenders, harness
+from benchmarks.cases import Case, make_inputs, matmul_precision
+from benchmarks.contenders import Prepared
+from benchmarks.harness import Budget, ClockLog, Meter, Results, Run, aa_report, say, significant
+
+AGAIN = " (again)"
+# Peers whose eager time and memory a policy needs: ours against what PyTorch would have run.
+PAIR = ("ours", "default")
+BACKWARD_FLOPS = 2.5  # five products instead of two
+
+
+def measure_case(case: Case, names: list[str], meter: Meter, clocks: ClockLog, layout: str) -> dict[str, Any]:
+    """Times, rates, memory and eager times of the contenders on one case, as a row of JSON."""
+    start = time.monotonic()
+    inference = make_inputs(case, meter.device, training=False, layout=layout)
+    training = make_inputs(case, meter.device, training=True, layout=layout) if case.training else None
+    row: dict[str, Any] = {"label": case.label, "case": case.to_json(), "policy_case": case.policy_case}
+    with matmul_precision(case):
+        prepared, refused = contenders.prepare_all(names, case, inference, training, meter)
+        row["refused"] = refused
+        passes = {"forward": case.flops, "backward": BACKWARD_FLOPS * case.flops}
+        for name, flops in passes.items():
+            runs = _runs(prepared, name)
+            if not runs:
+                continue
+            first = "default" if "default" in runs else next(iter(runs))
+            runs[first + AGAIN] = runs[first]
+            times = meter.gpu_times(runs)
+            row.setdefault("aa", {})[name] = aa_report(times, first, first + AGAIN)
+            del times[first + AGAIN]
+            row.setdefault("ms", {})[name] = {k: significant(t) for k, t in times.items()}
+            row.setdefault("tflops", {})[name] = {k: significant(flops / t * 1e-9, 4) for k, t in times.items()}
+        row["eager_us"], row["memory_bytes"] = {}, {}
+        for name in ("forward", "training"):
+            runs = {k: r for k, r in _runs(prepared, name).items() if k in PAIR}
+            if runs:
+                times = meter.eager_times(runs)
+                row["eager_us"][name] = {k: significant(t) for k, t in times.items()}
+                row["memory_bytes"][name] = {k: meter.peak_memory(r) for k, r in runs.items()}
+        row.update(_sanity(prepared, case))
+    row["gpu_state"] = clocks.since(start)
+    row["seconds"] = round(time.monotonic() - start, 2)
+    return row
+
+
+def _runs(prepared: dict[str, Prepared], name: str) -> dict[str, Run]:
+    runs = {k: getattr(p, name) for k, p in prepared.items()}
+    return {k: r for k, r in runs.items() if r is not None}
+
+
+def _sanity(prepared: dict[str, Prepared], case: Case) -> dict[str, Any]:
+    """Whether our kernels ran at all, and how far their results lie from stock's: a fast wrong kernel is no result."""
+    if "ours" not in prepared:
+        return {}
+    run = prepared["ours"].training or prepared["ours"].forward
+    facts: dict[str, Any] = {"our_kernels": contenders.kernels_launched(run)}
+    if "default" in prepared and not case.dropout:
+        stock = prepared["default"].training or prepared["default"].forward
+        facts["difference"] = significant(contenders.difference(run, stock), 3)
+    return facts
+
+
+def compile_only(cases: list[Case], device: str, layout: str) -> None:
+    """Runs ours once on each case, so that its kernels lie compiled on disk. Few heads do."""
+    for case in cases:
+        group = case.heads // case.kv_heads
+        small = dataclasses.replace(case, batch=min(case.batch, 2), heads=2 * group, kv_heads=2)
+        with contextlib.suppress(Exception), matmul_precision(small):
+            inference = make_inputs(small, device, training=False, layout=layout)
+            training = make_inputs(small, device, training=True, layout=layout) if case.training else None
+            context = contenders.context_of("ours", torch.device(device))
+            prepared = contenders.prepare_sdpa(small, inference, training, context)
+            for run in (prepared.forward, prepared.training):
+                if run is not None:
+                    with run.context():
+                        run.call()
+
+
+def add_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--layout", choices=("bhsd", "bshd"), default="bhsd", help="memory order of q, k, v")
+    options.add_argument("--workers", type=int, default=12, help="processes that compile beforehand; 0: none")
+    options.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
+    options.add_argument("--shard", default=None, help="i/n: every n-th case from the i-th on")
+
+
+def main(kind: str, module: str, cases: list[Case], names: list[str], arguments: argparse.Namespace) -> int:
+    """Measures the cases within the budget, writes the results file after each, prints a table. Returns 0, or 1."""
+    budget = Budget(arguments.budget)
+    cases = [case for case in cases if arguments.only in case.label]
+    if arguments.smoke:
+        cases = list({case.smaller(): None for case in cases})
+    cases = harness.shard(cases, arguments.shard)
+    contenders.take_everything()
+    if arguments.compile_only:
+        compile_only(cases, arguments.device, arguments.layout)
+        return 0
+    if arguments.workers and torch.device(arguments.device).type == "cuda":
+        extra = ["--device", arguments.device, "--layout", arguments.layout, "--only", arguments.only]
+        extra += ["--smoke"] if arguments.smoke else []
+        harness.precompile(module, arguments.workers, 0.5 * arguments.budget, extra)
+
+    rounds, round_ms = (2, 0.2) if arguments.smoke else (arguments.rounds, 8.0)
+    meter = Meter(arguments.device, rounds, round_ms)
+    facts = harness.environment(arguments.device)
+    path = harness.results_path(arguments, facts, kind)
+    results = Results(path, kind, facts, {**vars(arguments), "contenders": names})
+    clocks = ClockLog(meter.device)
+    left_out: list[str] = []
+    say(f"{len(cases)} cases, contenders {', '.join(names)}, budget {arguments.budget:.0f} s, writing {path}")
+    try:
+        for index, case in enumerate(cases):
+            if budget.exhausted:
+                left_out = [c.label for c in cases[index:]]
+                say(f"budget used: {len(left_out)} cases not measured")
+                break
+            try:
+                row = measure_case(case, names, meter, clocks, arguments.layout)
+            except torch.OutOfMemoryError as error:
+                row = {"label": case.label, "case": case.to_json(), "error": str(error).splitlines()[0]}
+            results.add(row)
+            say(f"[{index + 1}/{len(cases)} {budget.used:.0f} s] {summary(row)}")
+            if meter.cuda:
+                torch.cuda.empty_cache()
+    finally:
+        clocks.close()
+        results.finish(left_out)
+    print_tables(results.data["rows"], names)
+    return 0
+
+
+def summary(row: dict[str, Any]) -> str:
+    """One line of progress: rates of each contender and the ratios that a policy is made of."""
+    if "error" in row:
+        return f"{row['label']}: {row['error']}"
+    parts = []
+    for name, rates in row.get("tflops", {}).items():
+        parts.append(f"{name} " + " ".join(f"{k} {v:.0f}" for k, v in rates.items()))
+    for name, times in row["eager_us"].items():
+        ratio = f" ({times['default'] / times['ours']:.2f}x)" if len(times) == 2 else ""
+        parts.append(f"eager {name} " + " ".join(f"{k} {v:.0f}us" for k, v in times.items()) + ratio)
+    flags = [f"A/A {n} {a['ratio']}" for n, a in row.get("aa", {}).items() if not a["within_limit"]]
+    if row.get("our_kernels") == {}:
+        flags.append("NO KERNEL OF OURS RAN")
+    if row.get("difference") is not None and row["difference"] > 0.05:
+        flags.append(f"DIFFERS FROM STOCK BY {row['difference']}")
+    flags += [f"{name} refused: {why}" for name, why in row["refused"].items()]
+    return f"{row['label']} | " + " | ".join(parts + flags)
+
+
+def print_tables(rows: list[dict[str, Any]], names: list[str]) -> None:
+    rows = [row for row in rows if "error" not in row]
+    for name in ("forward", "backward"):
+        lines = []
+        for row in rows:
+            rates = row.get("tflops", {}).get(name, {})
+            if rates:
+                ratio = f"{rates['ours'] / rates['default']:.2f}" if {"ours", "default"} <= rates.keys() else "-"
+                lines.append([row["label"], *(f"{rates[n]:.0f}" if n in rates else "-" for n in names), ratio])
+        if lines:
+            harness.table(f"{name}, TFLOP/s", ["case", *names, "ours / default"], lines)

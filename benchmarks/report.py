@@ -1,0 +1,269 @@
+"""Fills the README's results section from the files in benchmarks/results/, and draws their plot.
+
+    python -m benchmarks.report            # writes README.md and benchmarks/results/<gpu>_attention.svg
+    python -m benchmarks.report --check    # ends with 1 if README.md does not say what the files say
+
+Numbers in the README are never typed: they stand between two markers that this script rewrites. The text needs the
+standard library only, the plot needs matplotlib (extra `bench`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import RESULTS_DIRECTORY, RESULTS_FORMAT, ROOT, say, slug
+
+README = ROOT / "README.md"
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+NOTHING = (
+    "No results file is committed yet. `make bench` on a GPU writes one, "
+    "`benchmarks/report.py` fills this section from it."
+)
+PASSES = ("forward", "backward")
+# What the groups of special.py are called in the table.
+GROUPS = {
+    "mask": "masks and biases, S = 4096, D = 128",
+    "mask_sizes": "masks and biases, S = 64 to 2048",
+    "gqa": "grouped queries",
+    "head_dim": "other head dimensions",
+    "dropout": "dropout 0.1",
+    "float32": "float32, with and without TF32",
+    "float16": "float16",
+    "rectangular": "queries and keys of different length",
+    "short": "short sequences",
+    "decode": "decoding",
+}
+
+
+def geometric_mean(numbers: Iterable[float]) -> float:
+    """Raises ValueError for no numbers."""
+    logs = [math.log(n) for n in numbers]
+    if not logs:
+        raise ValueError("geometric mean of nothing")
+    return math.exp(sum(logs) / len(logs))
+
+
+def load_results(directory: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Results by GPU name and kind; files of another format are an error, other JSON is ignored."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for path in sorted(directory.glob("*.json")):
+        data = json.loads(path.read_text())
+        if not isinstance(data, dict) or "kind" not in data or "rows" not in data:
+            continue
+        if data.get("format") != RESULTS_FORMAT:
+            raise ValueError(f"{path}: format {data.get('format')!r}, this script reads {RESULTS_FORMAT}")
+        data["rows"] = [row for row in data["rows"] if "error" not in row]
+        if data["rows"]:
+            found.setdefault(data["environment"]["gpu"], {})[data["kind"]] = data
+    return found
+
+
+def section(directory: Path) -> str:
+    """The Markdown between the markers."""
+    results = load_results(directory)
+    if not results:
+        return NOTHING
+    return "\n\n".join(part for gpu in sorted(results) for part in _gpu_parts(gpu, results[gpu], directory))
+
+
+def _gpu_parts(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> list[str]:
+    facts = next(iter(kinds.values()))["environment"]
+    versions = [f"torch {facts['torch']}"]
+    versions += [f"cuDNN {facts['cudnn']}"] if facts.get("cudnn") else []
+    versions += [f"Triton {facts['triton']}"] if facts.get("triton") else []
+    versions += [f"commit {facts['commit']}"] if facts.get("commit") else []
+    name = f"{gpu}, {facts['sm_count']} SMs" if facts.get("sm_count") else gpu
+    parts = [f"**{name}** ({', '.join(versions)}, {facts['date']})"]
+    if "attention" in kinds:
+        parts += _attention(kinds["attention"]["rows"])
+        plot = directory / f"{slug(gpu)}_attention.svg"
+        if plot.is_relative_to(ROOT) and plot.exists():
+            parts.append(f"![TFLOP/s by sequence length]({plot.relative_to(ROOT)})")
+    if "special" in kinds:
+        parts += _special(kinds["special"]["rows"])
+    if "overhead" in kinds:
+        parts += _overhead(kinds["overhead"]["rows"])
+    return parts
+
+
+def _attention(rows: list[dict[str, Any]]) -> list[str]:
+    lengths = sorted({row["case"]["seqlen_k"] for row in rows})
+    head = ["D", "mask", "pass", *(f"S = {length}" for length in lengths), "mean", "worst"]
+    body = []
+    ratios: dict[str, list[float]] = {name: [] for name in PASSES}
+    best: dict[str, list[float]] = {name: [] for name in PASSES}
+    for head_dim in sorted({row["case"]["head_dim"] for row in rows}):
+        for causal in (False, True):
+            for name in PASSES:
+                cells, line_ratios = [], []
+                for length in lengths:
+                    cell, ratio, to_best = _grid_cell(rows, head_dim, causal, length, name)
+                    cells.append(cell)
+                    line_ratios += [] if ratio is None else [ratio]
+                    best[name] += [] if to_best is None else [to_best]
+                if not line_ratios:
+                    continue
+                ratios[name] += line_ratios
+                summary = [f"{geometric_mean(line_ratios):.2f}", f"{min(line_ratios):.2f}"]
+                body.append([str(head_dim), "causal" if causal else "full", name, *cells, *summary])
+    lines = [
+        "bfloat16, 16,384 tokens, model width 2,048. Cells: TFLOP/s of ours on the GPU (times PyTorch's default). "
+        "The mean is geometric."
+    ]
+    lines.append(_table(head, body))
+    for name in PASSES:
+        if ratios[name]:
+            text = f"Over all {len(ratios[name])} rows, {name}: "
+            text += f"{geometric_mean(ratios[name]):.2f} times PyTorch's default (worst {min(ratios[name]):.2f})"
+            if best[name]:
+                text += f", {geometric_mean(best[name]):.2f} times the best peer measured (worst {min(best[name]):.2f})"
+            lines.append(text + ".")
+    memory = _memory(rows)
+    return [*lines, *([memory] if memory else [])]
+
+
+def _grid_cell(
+    rows: list[dict[str, Any]], head_dim: int, causal: bool, length: int, name: str
+) -> tuple[str, float | None, float | None]:
+    """The cell's text, the rate of ours over default's, and over that of the best other contender."""
+    for row in rows:
+        case = row["case"]
+        if (case["head_dim"], case["causal"], case["seqlen_k"]) == (head_dim, causal, length):
+            rates = row.get("tflops", {}).get(name, {})
+            if "ours" in rates and "default" in rates:
+                ratio = rates["ours"] / rates["default"]
+                best = max(rate for peer, rate in rates.items() if peer != "ours")
+                return f"{rates['ours']:.0f} ({ratio:.2f})", ratio, rates["ours"] / best
+    return "-", None, None
+
+
+def _special(rows: list[dict[str, Any]]) -> list[str]:
+    head = ["calls", "number", "forward: mean", "worst", "forward and backward: mean", "worst", "refused by PyTorch"]
+    body = []
+    for group, title in GROUPS.items():
+        members = [row for row in rows if row["case"]["group"] == group]
+        if not members:
+            continue
+        cells = []
+        for name in ("forward", "training"):
+            times = [row["eager_us"].get(name, {}) for row in members]
+            found = [t["default"] / t["ours"] for t in times if {"default", "ours"} <= t.keys()]
+            cells += [f"{geometric_mean(found):.2f}", f"{min(found):.2f}"] if found else ["-", "-"]
+        refused = sum("default" in row["refused"] for row in members)
+        body.append([title, str(len(members)), *cells, str(refused)])
+    lines = [
+        "Other calls: PyTorch's eager time over ours, CPU and GPU together, where ours runs. "
+        "By itself a call is ours only where this was measured to be faster."
+    ]
+    lines.append(_table(head, body))
+    memory = _memory(rows)
+    return [*lines, *([memory] if memory else [])]
+
+
+def _memory(rows: list[dict[str, Any]]) -> str:
+    parts = []
+    for name, words in (("forward", "forward"), ("training", "forward and backward")):
+        pairs = [row.get("memory_bytes", {}).get(name, {}) for row in rows]
+        ratios = [p["ours"] / p["default"] for p in pairs if p.get("ours") and p.get("default")]
+        if ratios:
+            parts.append(f"{words} {geometric_mean(ratios):.2f} times PyTorch's (worst {max(ratios):.2f})")
+    return f"Peak memory of a call: {', '.join(parts)}." if parts else ""
+
+
+def _overhead(rows: list[dict[str, Any]]) -> list[str]:
+    names = [name for name in rows[0]["cpu_us"] if name != "off (again)"]
+    body = []
+    for row in rows:
+        cells = [f"{row['cpu_us'][n]:.1f}" + ("*" if row["our_kernels_ran"].get(n) else "") for n in names]
+        body.append([row["label"], *cells])
+    head = ["call", *("plugin off" if n == "off" else f"`{n}`" if "(" in n else f"plugin on, {n}" for n in names)]
+    return ["CPU microseconds per eager call on small tensors (*: our kernels ran).", _table(head, body)]
+
+
+def _table(head: list[str], body: list[list[str]]) -> str:
+    align = ["---", *(["---:"] * (len(head) - 1))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, align, *body])
+
+
+def replace_section(readme: str, text: str) -> str:
+    """The README with `text` between its markers. Raises ValueError where they are missing."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise ValueError(f"README must hold {BEGIN} and {END} once each")
+    before, rest = readme.split(BEGIN)
+    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
+
+
+def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """TFLOP/s by sequence length, a panel per head dim and pass: solid lines full, dashed causal."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "flashbackend"  # the same data give the same file
+    import matplotlib.pyplot as plt
+
+    dims = sorted({row["case"]["head_dim"] for row in rows})
+    names = list(dict.fromkeys(name for row in rows for name in row.get("tflops", {}).get("forward", {})))
+    figure, axes = plt.subplots(2, len(dims), figsize=(4.2 * len(dims), 6.4), sharex=True, squeeze=False)
+    for line, name in enumerate(PASSES):
+        for column, head_dim in enumerate(dims):
+            axis = axes[line][column]
+            for index, contender in enumerate(names):
+                for causal in (False, True):
+                    points = sorted(
+                        (row["case"]["seqlen_k"], row["tflops"][name][contender])
+                        for row in rows
+                        if (row["case"]["head_dim"], row["case"]["causal"]) == (head_dim, causal)
+                        and contender in row.get("tflops", {}).get(name, {})
+                    )
+                    if points:
+                        width = 2.2 if contender == "ours" else 1.2
+                        label = contender if not causal else None
+                        style = "--" if causal else "-"
+                        axis.plot(*zip(*points), style, color=f"C{index}", lw=width, marker=".", label=label)
+            axis.set_xscale("log", base=2)
+            axis.set_ylim(bottom=0)
+            axis.grid(alpha=0.3)
+            axis.set_title(f"{name}, D = {head_dim}")
+            axis.set_xlabel("sequence length" if line == 1 else "")
+            axis.set_ylabel("TFLOP/s" if column == 0 else "")
+    axes[0][0].legend(fontsize="small")
+    figure.suptitle(f"{title} (dashed: causal)")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--check", action="store_true", help="change nothing; end with 1 if README.md is stale")
+    options.add_argument("--results", type=Path, default=RESULTS_DIRECTORY)
+    options.add_argument("--readme", type=Path, default=README)
+    options.add_argument("--no-plot", action="store_true")
+    arguments = options.parse_args(argv)
+    directory = arguments.results.resolve()
+    if not arguments.check and not arguments.no_plot:
+        for gpu, kinds in load_results(directory).items():
+            if "attention" in kinds:
+                path = directory / f"{slug(gpu)}_attention.svg"
+                draw(kinds["attention"]["rows"], f"Attention on {gpu}, bfloat16", path)
+                say(f"wrote {path}")
+    old = arguments.readme.read_text()
+    new = replace_section(old, section(directory))
+    if arguments.check:
+        if old != new:
+            say(f"{arguments.readme} is stale: run python -m benchmarks.report")
+        return int(old != new)
+    if old != new:
+        arguments.readme.write_text(new)
+    say(f"{arguments.readme} is up to date")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+"""From tensors to launches: the forward and the backward of attention on Triton kernels.
+
+May import torch and this folder. Imported by ``torch_flashbackend.ops``. Everything here is rank 4, [B, H, S, D], with all sizes
+positive; masks are [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1], never expanded in memory.
+
+What a call needs beside its pointers is worked out once and kept in a plan, keyed by everything that it depends on.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from . import backward as backward_kernels
+from . import forward as forward_kernels
+from .launch import Launch, TensorMap, device_target
+from .tiles import choose, family
+
+from .common import MASK_BOOL as _BOOL, MASK_FLOAT as _FLOAT, MASK_NONE as _NONE
+
+MASK_NONE, MASK_BOOL, MASK_FLOAT = _NONE.value, _BOOL.value, _FLOAT.value
+_LOG2E = math.log2(math.e)
+_MAX_PLANS = 4096
+_plans: dict[tuple, object] = {}
+
+
+def _remember(key: tuple, plan):
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def _signature(tensor: torch.Tensor) -> tuple:
+    """What a plan depends on: sizes, strides, type and whether the pointer is aligned to 16 bytes."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15
+
+
+@functools.cache
+def _device_facts(device: torch.device) -> tuple[str, int, bool]:
+    """(tile family, number of multiprocessors, has a tensor copy engine)."""
+    if device.type != "cuda":
+        return "sm_90", 4, True  # the interpreter
+    family_name, _, has_tma = _target_facts(device_target(device))
+    return family_name, torch.cuda.get_device_properties(device).multi_processor_count, has_tma
+
+
+def _target_facts(target) -> tuple[str, int, bool]:
+    return family(target.backend, target.arch), 132, target.backend == "cuda" and target.arch >= 90
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+class _Call:
+    """The launch arguments that all kernels of one call share: shapes, strides, mask, dropout, scale."""
+
+    def __init__(self, query, key, value, mask, dropout_p, is_causal, scale, tensors, allow_tf32, target=None):
+        batch, heads, seqlen_q, head_dim = query.shape
+        head_dim_v = value.size(3)
+        self.device = query.device
+        self.target = target
+        facts = _device_facts(query.device) if target is None else _target_facts(target)
+        self.family, self.multiprocessors, self.has_tma = facts
+        self.dtype = query.dtype
+        self.batch, self.heads, self.seqlen_q, self.seqlen_k = batch, heads, seqlen_q, key.size(2)
+        self.kv_heads = key.size(1)
+        self.is_causal = is_causal
+        self.block_d, self.block_dv = _padded(head_dim), _padded(head_dim_v)
+        self.head_dim_padded = max(self.block_d, self.block_dv)
+        self.mask_kind = MASK_NONE if mask is None else MASK_BOOL if mask.dtype == torch.bool else MASK_FLOAT
+        self.scale = scale
+        # The kernels that need only probabilities fold log2(e) into the scale; a float mask needs natural units.
+        self.kernel_scale = scale if self.mask_kind == MASK_FLOAT else scale * _LOG2E
+
+        itemsize = query.element_size()
+        per_vector = 16 // itemsize
+        self.unit_stride = all(tensor.stride(3) == 1 for tensor in tensors)
+        strides = [stride for tensor in tensors for stride in tensor.stride()[:3]]
+        aligned = self.unit_stride and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        self.divisor = next((d for d in (16, per_vector) if aligned and all(s % d == 0 for s in strides)), 1)
+        # A tile's offsets are 32 bits wide where they fit: at most 512 rows and 512 columns from its origin.
+        self.offset_type = "i32" if all(s < 2**21 for tensor in tensors for s in tensor.stride()[2:]) else "i64"
+
+        self.mask_strides, self.mask_divisor, self.mask_offset_type = (0, 0, 0, 0), 1, "i32"
+        if mask is not None:
+            # A size-1 dimension that is broadcast is walked with stride 0.
+            full = (batch, heads, seqlen_q, self.seqlen_k)
+            self.mask_strides = tuple(
+                0 if size == 1 and wanted != 1 else stride
+                for size, wanted, stride in zip(mask.shape, full, mask.stride(), strict=True)
+            )
+            if mask.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in self.mask_strides[:3]):
+                self.mask_divisor = 16
+            # Rows and keys of the mask are counted from the start of the sequence, so the whole extent must fit.
+            extent = self.mask_strides[2] * (seqlen_q - 1) + self.mask_strides[3] * (self.seqlen_k - 1)
+            self.mask_offset_type = "i32" if extent < 2**31 else "i64"
+
+        self.constants = {
+            "HEAD_DIM": head_dim,
+            "HEAD_DIM_V": head_dim_v,
+            "BLOCK_D": self.block_d,
+            "BLOCK_DV": self.block_dv,
+            "MASK": self.mask_kind,
+            "MASK_PER_KEY": self.mask_strides[2] == 0,
+            "MASK_UNIT_STRIDE": self.mask_strides[3] == 1,
+            "DROPOUT": dropout_p > 0.0,
+            "UNIT_STRIDE": self.unit_stride,
+            # Three TF32 products give float32's accuracy; one only where the user allowed it.
+            "PRECISION": "tf32" if query.element_size() == 2 or allow_tf32 else "tf32x3",
+            "CAUSAL": is_causal,
+        }
+        self.dropout = {
+            "dropout_threshold": ("u32", min(round(dropout_p * 2**32), 2**32 - 1)),
+            "dropout_scale": ("fp32", 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0),
+        }
+        self.sizes = {
+            "num_heads": ("i32", heads),
+            "group_size": ("i32", heads // self.kv_heads),
+            "seqlen_q": ("i32", seqlen_q),
+            "seqlen_k": ("i32", self.seqlen_k),
+        }
+
+    def strides(self, names: str, tensor: torch.Tensor, prefix: str = "stride_") -> dict:
+        """{stride_xb: ..., ...} of a rank-4 tensor; batch and head strides are always 64 bits wide."""
+        b, h, row, column = (f"{prefix}{name}" for name in names.split())
+        values = tensor.stride()
+        wide, narrow = "i64", self.offset_type
+        return {b: (wide, values[0]), h: (wide, values[1]), row: (narrow, values[2]), column: (narrow, values[3])}
+
+    def strides_of_mask(self) -> dict:
+        b, h, q, k = self.mask_strides
+        narrow = self.mask_offset_type
+        return {"stride_mb": ("i64", b), "stride_mh": ("i64", h), "stride_mq": (narrow, q), "stride_mk": (narrow, k)}
+
+    def divisors(self, pointers: dict, strides: dict, mask_strides: dict) -> dict:
+        """What the compiler may assume; all strides of a group share one divisor, so that few variants are compiled."""
+        found = {}
+        if self.divisor > 1:
+            rows = [name for name in strides if not name.endswith("d")]
+            found |= dict.fromkeys(rows, self.divisor)
+            found |= {name: 16 for name in pointers if name not in ("mask", "dropout_seed", "grad_mask")}
+        if self.mask_divisor > 1:
+            found |= dict.fromkeys(("stride_mb", "stride_mh", "stride_mq"), 16)
+            found |= {"mask": 16}
+        absent = {name for name, tensor in pointers.items() if tensor is None}
+        return {name: value for name, value in found.items() if name not in absent}
+
+    def tile(self, kernel: str):
+        return choose(kernel, self.family, self.dtype.itemsize, self.head_dim_padded)
+
+    def launch(self, kernel, programs, tile, pointers, strides, mask_strides, scalars, names, streamed=None):
+        """streamed: {name: (rows, columns) of its tiles} for the tensors that the kernel's loop walks."""
+        order = kernel.arg_names
+        every_scalar = strides | mask_strides | scalars
+        maps = {}
+        if streamed and self.has_tma and self.dtype.itemsize == 2 and all(TensorMap.accepts(pointers[n]) for n in streamed):
+            maps = {name: TensorMap(pointers[name], *block) for name, block in streamed.items()}
+        constants = self.constants | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": bool(maps)} | names
+        launch = Launch(
+            kernel,
+            programs,
+            pointers,
+            {name: every_scalar[name] for name in order if name in every_scalar},
+            {name: constants[name] for name in order if name in constants},
+            self.divisors({name: tensor for name, tensor in pointers.items() if name not in maps}, strides, mask_strides),
+            tile,
+            maps,
+        )
+        return launch if self.target is not None else launch.load(self.device)
+
+
+def _plan_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32,
+                  target=None):  # fmt: skip
+    call = _Call(query, key, value, mask, dropout_p, is_causal, scale, (query, key, value, out), allow_tf32, target)
+    tile = call.tile("forward")
+    factor = 1
+    kernel_scale = call.kernel_scale
+    if call.mask_kind != MASK_FLOAT:
+        # The kernel takes the maximum before it scales, so the sign goes into the query; a zero scale likewise.
+        factor = (scale > 0) - (scale < 0)
+        kernel_scale = abs(kernel_scale) if factor else 1.0
+    low = logsumexp if logsumexp is not None and call.mask_kind == MASK_FLOAT else None
+    pointers = {"query": query, "key": key, "value": value, "mask": mask, "dropout_seed": seed, "out": out,
+                "logsumexp": logsumexp, "logsumexp_low": low}  # fmt: skip
+    strides = (call.strides("qb qh qm qd", query) | call.strides("kb kh kn kd", key)
+               | call.strides("vb vh vn vd", value) | call.strides("ob oh om od", out))  # fmt: skip
+    scalars = call.sizes | {"scale": ("fp32", kernel_scale)} | call.dropout
+    names = {"STORE_LOGSUMEXP": logsumexp is not None, "QUERY_FACTOR": factor}
+    programs = math.ceil(call.seqlen_q / tile.block_m) * call.batch * call.heads
+    return call.launch(forward_kernels.attention_forward, programs, tile, pointers, strides, call.strides_of_mask(),
+                       scalars, names, {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)})  # fmt: skip
+
+
+def forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32) -> None:
+    """Fill out [B, H, seqlen_q, Dv] (any strides) and, unless it is None, logsumexp.
+
+    query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv] of one dtype (float16, bfloat16,
+    float32) with any strides; mask None, bool, float32 or query's dtype; dropout_seed int64 [1] where dropout_p > 0;
+    logsumexp float32, contiguous, [B, H, seqlen_q], or [2, B, H, seqlen_q] with a float mask (value and what rounding cut
+    off it). Raises KernelUnavailable before anything is launched.
+    """
+    plan_key = (
+        _signature(query), _signature(key), _signature(value), _signature(out),
+        None if mask is None else _signature(mask), dropout_p, is_causal, scale, logsumexp is None, allow_tf32,
+        query.device,
+    )  # fmt: skip
+    launch = _plans.get(plan_key)
+    if launch is None:
+        launch = _remember(plan_key, _plan_forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out,
+                                                   logsumexp, allow_tf32))  # fmt: skip
+    launch(query, key, value, mask, dropout_seed, out, logsumexp, _low_part(logsumexp))
+
+
+def _low_part(logsumexp: torch.Tensor | None) -> torch.Tensor | None:
+    """The second half of a [2, B, H, seqlen_q] logsumexp."""
+    return logsumexp[1] if logsumexp is not None and logsumexp.dim() == 4 else None
+
+
+class _BackwardPlan:
+    """The launches of one backward: dQ (always, it makes delta), then dK and dV, then the mask's gradient."""
+
+    def __init__(self, query, key, value, mask, seed, dropout_p, is_causal, scale, out, logsumexp, grad_out, delta,
+                 grad_query, grad_key, grad_value, needs_mask, logsumexp_pitch, allow_tf32, target=None):  # fmt: skip
+        tensors = [t for t in (query, key, value, out, grad_out, grad_query, grad_key, grad_value) if t is not None]
+        call = _Call(query, key, value, mask, dropout_p, is_causal, scale, tensors, allow_tf32, target)
+        low = logsumexp if logsumexp.dim() == 4 else None
+        inputs = {"query": query, "key": key, "value": value, "mask": mask, "dropout_seed": seed}
+        statistics = {"logsumexp": logsumexp, "logsumexp_low": low, "grad_out": grad_out, "delta": delta}
+        strides = (call.strides("qb qh qm qd", query) | call.strides("kb kh kn kd", key)
+                   | call.strides("vb vh vn vd", value) | call.strides("gb gh gm gd", grad_out))  # fmt: skip
+        scalars = (call.sizes | call.dropout | {"logsumexp_pitch": ("i64", logsumexp_pitch),
+                   "scale": ("fp32", call.kernel_scale), "out_scale": ("fp32", scale)})  # fmt: skip
+        names = {"HAS_LOW": low is not None}
+
+        tile = call.tile("backward_query")
+        pointers = inputs | {"out": out} | statistics | {"grad_query": grad_query}
+        query_strides = strides | call.strides("ob oh om od", out)
+        query_strides |= call.strides("dqb dqh dqm dqd", query if grad_query is None else grad_query)
+        self.query = call.launch(
+            backward_kernels.attention_backward_query, math.ceil(call.seqlen_q / tile.block_m) * call.batch * call.heads,
+            tile, pointers, query_strides, call.strides_of_mask(), scalars, names | {"ONLY_DELTA": grad_query is None},
+            {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
+        )  # fmt: skip
+
+        self.key_value = None
+        if grad_key is not None:
+            tile = call.tile("backward_key_value")
+            pointers = inputs | statistics | {"grad_key": grad_key, "grad_value": grad_value}
+            key_strides = strides | call.strides("dkb dkh dkn dkd", grad_key) | call.strides("dvb dvh dvn dvd", grad_value)
+            self.key_value = call.launch(
+                backward_kernels.attention_backward_key_value,
+                math.ceil(call.seqlen_k / tile.block_n) * call.batch * call.kv_heads, tile, pointers, key_strides,
+                call.strides_of_mask(), scalars, names | {"BOUND_QUERIES": call.seqlen_q % tile.block_m != 0},
+                {"query": (tile.block_m, call.block_d), "grad_out": (tile.block_m, call.block_dv)},
+            )  # fmt: skip
+
+        self.mask = None
+        if needs_mask:
+            tile = call.tile("backward_mask")
+            mask_batches, mask_heads, mask_q, mask_k = mask.shape
+            tiles_q = math.ceil(mask_q / tile.block_m)
+            tiles_k = math.ceil(mask_k / tile.block_n)
+            owned = mask_batches * mask_heads * tiles_q * tiles_k
+            shared = (call.batch // mask_batches) * (call.heads // mask_heads)
+            shared *= math.ceil(call.seqlen_q / tile.block_m) if mask_q == 1 else 1
+            shared *= math.ceil(call.seqlen_k / tile.block_n) if mask_k == 1 else 1
+            # Two programs for each multiprocessor, as far as there is work to share.
+            self.splits = max(1, min(shared, 2 * call.multiprocessors // owned))
+            numel = mask.numel()
+            mask_strides = {"stride_ds": ("i64", numel), "stride_db": ("i64", numel // mask_batches),
+                            "stride_dh": ("i64", mask_q * mask_k), "stride_dq": ("i64", mask_k),
+                            "stride_dk": ("i64", 1)}  # fmt: skip
+            counts = {"num_batches": call.batch, "mask_batches": mask_batches, "mask_heads": mask_heads,
+                      "mask_tiles_q": tiles_q, "mask_tiles_k": tiles_k, "num_splits": self.splits}  # fmt: skip
+            scalars |= {name: ("i32", count) for name, count in counts.items()}
+            # Its type is all that matters of the pointer here; each call brings its own buffer.
+            self.mask_dtype = mask.dtype if self.splits == 1 else torch.float32
+            pointers = inputs | statistics | {"grad_mask": torch.empty(0, dtype=self.mask_dtype, device=query.device)}
+            self.mask = call.launch(
+                backward_kernels.attention_backward_mask, owned * self.splits, tile, pointers, strides,
+                call.strides_of_mask() | mask_strides, scalars,
+                names | {"MASK_PER_KEY": mask_q == 1, "MASK_PER_QUERY": mask_k == 1},
+            )  # fmt: skip
+
+
+def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
+             grad_key, grad_value, needs_mask, allow_tf32) -> torch.Tensor | None:  # fmt: skip
+    """Fill grad_query, grad_key, grad_value (None where not needed; key and value together) and return the mask's gradient.
+
+    Arguments as in ``forward``. logsumexp [B, H, seqlen_q or more] or [2, B, H, seqlen_q], float32, contiguous: this forward's
+    or PyTorch's (whose efficient kernel pads its rows, and whose masked rows are +inf instead of -inf). The mask's gradient
+    has the mask's shape and dtype and is contiguous.
+    """
+    pitch = logsumexp.size(-1)
+    plan_key = (
+        _signature(query), _signature(key), _signature(value), _signature(out), _signature(grad_out),
+        None if mask is None else _signature(mask), None if grad_query is None else _signature(grad_query),
+        None if grad_key is None else (_signature(grad_key), _signature(grad_value)),
+        logsumexp.shape, dropout_p, is_causal, scale, needs_mask, allow_tf32, query.device, True,
+    )  # fmt: skip
+    delta = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    plan = _plans.get(plan_key)
+    if plan is None:
+        plan = _remember(plan_key, _BackwardPlan(
+            query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, grad_out, delta, grad_query,
+            grad_key, grad_value, needs_mask, pitch, allow_tf32))  # fmt: skip
+    low = _low_part(logsumexp)
+    plan.query(query, key, value, mask, dropout_seed, out, logsumexp, low, grad_out, delta, grad_query)
+    if plan.key_value is not None:
+        plan.key_value(query, key, value, mask, dropout_seed, logsumexp, low, grad_out, delta, grad_key, grad_value)
+    if plan.mask is None:
+        return None
+    buffer = torch.empty((plan.splits, *mask.shape), dtype=plan.mask_dtype, device=query.device)
+    plan.mask(query, key, value, mask, dropout_seed, logsumexp, low, grad_out, delta, buffer)
+    return buffer[0] if plan.splits == 1 else buffer.sum(0).to(mask.dtype)
+
+
+def compile_for(target, query, key, value, mask=None, *, dropout_p=0.0, is_causal=False, scale=1.0, logsumexp=True,
+                backward=True, mask_gradient=False, allow_tf32=False, only=None) -> dict:  # fmt: skip
+    """Compile what a call would launch on a target (``GPUTarget("cuda", 90, 32)``), without such a GPU: {name: kernel}.
+
+    The tensors may lie on the CPU; their sizes decide head dimensions and which bounds are checked, nothing else. ``only``
+    names one kernel.
+    """
+    out = torch.empty((*query.shape[:3], value.size(3)), dtype=query.dtype)
+    statistics = (2, *query.shape[:3]) if mask is not None and mask.dtype != torch.bool else query.shape[:3]
+    lse = torch.empty(statistics) if logsumexp else None
+    seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
+    launches = [_plan_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, allow_tf32, target)]
+    if backward:
+        grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+        delta = torch.empty(query.shape[:3])
+        plan = _BackwardPlan(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, torch.empty_like(out), delta,
+                             *grads, mask_gradient, query.size(2), allow_tf32, target)  # fmt: skip
+        launches += [launch for launch in (plan.query, plan.key_value, plan.mask) if launch is not None]
+    return {launch.name: launch.compile(target) for launch in launches if only in (None, launch.name)}

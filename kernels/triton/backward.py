@@ -1,0 +1,391 @@
+"""Attention backward in two or three kernels, without atomics, so that every run gives the same bits.
+
+Method: Dao, "FlashAttention-2" (arXiv 2307.08691), section 3.1, split by what is accumulated. With P the probabilities and
+delta = rowsum(grad_out * out):
+
+    dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dQ = scale * dS K      dK = scale * dS^T Q      dMask = dS
+
+    attention_backward_query      BLOCK_M rows of dQ of one head, loops over keys; computes and stores delta on its way
+    attention_backward_key_value  BLOCK_N rows of dK and dV of one kv head, loops over the queries of all heads of its group
+    attention_backward_mask       a tile of the float mask's gradient, loops over whatever the mask was broadcast over
+
+P is computed again in each from scores and logsumexp: seven products instead of five, in exchange for no fp32 workspace the
+size of Q and no order of additions left to chance. Scores are held transposed where keys are the rows of the result, so
+that P^T and dS^T are the left operands of the products that follow.
+
+May import triton and ``common.py`` only. Launched by ``attention.py``.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import (
+    LOG2E,
+    MASK_BOOL,
+    MASK_FLOAT,
+    MASK_NONE,
+    dropout_column_key,
+    dropout_keep,
+    dropout_row_key,
+    load_mask,
+    load_tile,
+    store_tile,
+    stream_tile,
+)
+
+
+@triton.jit
+def _load_logsumexp(logsumexp, logsumexp_low, position, inside, MASK: tl.constexpr, HAS_LOW: tl.constexpr):
+    """(high, low), high in units of log2 unless there is a float mask.
+
+    +inf stands for a row that sees no key and for rows past the end, so that their probabilities come out as zeros (our
+    forward writes -inf for the former, some of PyTorch's write +inf).
+    """
+    high = tl.load(logsumexp + position, mask=inside, other=float("inf"))
+    high = tl.where(high == float("-inf"), float("inf"), high)
+    if MASK != MASK_FLOAT:
+        high = high * LOG2E
+    if HAS_LOW:
+        low = tl.load(logsumexp_low + position, mask=inside, other=0.0)
+    else:
+        low = tl.zeros_like(high)
+    return high, low
+
+
+@triton.jit
+def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, key_index, row_key, column_key, mask,
+                   stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
+                   BOUND_KEYS: tl.constexpr, DIAGONAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
+                   MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr):  # fmt: skip
+    """(probabilities after dropout, gradient of the scores) for one tile, in either orientation.
+
+    high, low, delta, query_index and row_key broadcast along the keys, key_index and column_key along the queries.
+    """
+    if MASK == MASK_FLOAT:
+        bias = load_mask(mask, tl.minimum(query_index, seqlen_q - 1), tl.minimum(key_index, seqlen_k - 1), stride_mq,
+                         stride_mk, seqlen_k, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, False)  # fmt: skip
+        probabilities = tl.exp2((((scores * scale + bias) - high) - low) * LOG2E)
+        probabilities = tl.where(bias == float("-inf"), 0.0, probabilities)
+    else:
+        probabilities = tl.exp2(scores * scale - high)
+        if MASK == MASK_BOOL:
+            seen = load_mask(mask, tl.minimum(query_index, seqlen_q - 1), tl.minimum(key_index, seqlen_k - 1), stride_mq,
+                             stride_mk, seqlen_k, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, False)  # fmt: skip
+            probabilities = tl.where(seen, probabilities, 0.0)
+    if DIAGONAL:
+        probabilities = tl.where(query_index >= key_index, probabilities, 0.0)
+    if BOUND_KEYS:
+        probabilities = tl.where(key_index < seqlen_k, probabilities, 0.0)
+    if DROPOUT:
+        keep = dropout_keep(row_key, column_key, dropout_threshold)
+        kept = tl.where(keep, probabilities * dropout_scale, 0.0)
+        grad_probabilities = tl.where(keep, grad_probabilities * dropout_scale, 0.0)
+    else:
+        kept = probabilities
+    return kept, probabilities * (grad_probabilities - delta)
+
+
+@triton.jit
+def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, first, last, query_index, row_key, key,
+                value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
+                seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
+                HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+                MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr,
+                UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The loop of attention_backward_query over the keys first..last."""
+    keys = tl.arange(0, BLOCK_N)
+    for start in tl.range(first, last, BLOCK_N):
+        key_index = start + keys
+        key_tile = stream_tile(key, batch, kv_head, start, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D, HEAD_DIM,
+                               UNIT_STRIDE, PARTIAL, TMA)  # fmt: skip
+        value_tile = stream_tile(value, batch, kv_head, start, keys, stride_vn, stride_vd, seqlen_k, BLOCK_N, BLOCK_DV,
+                                 HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)  # fmt: skip
+        scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+        grad_probabilities = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
+        column_key = dropout_column_key(seed, key_index, head_index)[None, :] if DROPOUT else 0
+        _, grad_scores = _gradient_tile(
+            scores, grad_probabilities, high[:, None], low[:, None], delta[:, None], query_index[:, None],
+            key_index[None, :], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
+            dropout_threshold, dropout_scale, PARTIAL, PARTIAL and CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE,
+            DROPOUT)  # fmt: skip
+        grad_query_tile = tl.dot(grad_scores.to(key_tile.dtype), key_tile, grad_query_tile, input_precision=PRECISION)
+    return grad_query_tile
+
+
+@triton.jit
+def attention_backward_query(
+    query, key, value, mask, dropout_seed, out, logsumexp, logsumexp_low, grad_out, delta, grad_query,
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_mb, stride_mh, stride_mq, stride_mk,
+    stride_ob, stride_oh, stride_om, stride_od,
+    stride_gb, stride_gh, stride_gm, stride_gd,
+    stride_dqb, stride_dqh, stride_dqm, stride_dqd,
+    logsumexp_pitch, num_heads, group_size, seqlen_q, seqlen_k, scale, out_scale, dropout_threshold, dropout_scale,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
+    ONLY_DELTA: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """grad_query like query; delta [B, H, seqlen_q] float32. ONLY_DELTA: the query needs no gradient.
+
+    scale multiplies the scores (with log2(e) unless there is a float mask), out_scale the result.
+    """
+    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    program = tl.program_id(0)
+    head_index = program // num_tiles
+    tile = program % num_tiles
+    if CAUSAL:
+        tile = num_tiles - 1 - tile  # longest first
+    batch = head_index // num_heads
+    head = head_index % num_heads
+    kv_head = head // group_size
+    out += batch * stride_ob + head * stride_oh
+    grad_out += batch * stride_gb + head * stride_gh
+
+    first_query = tile * BLOCK_M
+    rows = tl.arange(0, BLOCK_M)
+    query_index = first_query + rows
+    inside = query_index < seqlen_q
+    grad_out_tile = load_tile(grad_out, first_query, rows, stride_gm, stride_gd, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
+    out_tile = load_tile(out, first_query, rows, stride_om, stride_od, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
+    row_delta = tl.sum(out_tile.to(tl.float32) * grad_out_tile.to(tl.float32), 1)
+    tl.store(delta + head_index.to(tl.int64) * seqlen_q + query_index, row_delta, mask=inside)
+
+    if not ONLY_DELTA:
+        query += batch * stride_qb + head * stride_qh
+        if not TMA:
+            key += batch * stride_kb + kv_head * stride_kh
+            value += batch * stride_vb + kv_head * stride_vh
+        grad_query += batch * stride_dqb + head * stride_dqh
+        if MASK != MASK_NONE:
+            mask += batch * stride_mb + head * stride_mh
+        if DROPOUT:
+            seed = tl.load(dropout_seed)
+            row_key = dropout_row_key(seed, query_index, head_index)[:, None]
+        else:
+            seed = 0
+            row_key = 0
+        position = head_index.to(tl.int64) * logsumexp_pitch + query_index
+        high, low = _load_logsumexp(logsumexp, logsumexp_low, position, inside, MASK, HAS_LOW)
+        query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
+        grad_query_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        if CAUSAL:
+            last = tl.minimum(seqlen_k, first_query + BLOCK_M)
+            whole = tl.minimum(seqlen_k, first_query + 1) // BLOCK_N * BLOCK_N
+        else:
+            last = seqlen_k
+            whole = seqlen_k // BLOCK_N * BLOCK_N
+        grad_query_tile = _visit_keys(
+            grad_query_tile, query_tile, grad_out_tile, high, low, row_delta, 0, whole, query_index, row_key, key, value,
+            mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
+            scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, False, CAUSAL,
+            MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
+        if whole < last:
+            grad_query_tile = _visit_keys(
+                grad_query_tile, query_tile, grad_out_tile, high, low, row_delta, whole, last, query_index, row_key, key,
+                value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
+                seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
+                BLOCK_N, True, CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
+        store_tile(grad_query, grad_query_tile * out_scale, first_query, rows, stride_dqm, stride_dqd, seqlen_q, BLOCK_D, HEAD_DIM)
+
+
+@triton.jit
+def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, key_index, column_key, query, mask,
+                   batch, head, seed, logsumexp, logsumexp_low, grad_out, delta, head_index, stride_qm, stride_qd, stride_gm,
+                   stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
+                   HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BOUND_QUERIES: tl.constexpr, DIAGONAL: tl.constexpr, MASK: tl.constexpr,
+                   MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr,
+                   DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr,
+                   PRECISION: tl.constexpr):  # fmt: skip
+    """The loop of attention_backward_key_value over the queries first..last of one head."""
+    rows = tl.arange(0, BLOCK_M)
+    for start in tl.range(first, last, BLOCK_M):
+        query_index = start + rows
+        inside = query_index < seqlen_q
+        query_tile = stream_tile(query, batch, head, start, rows, stride_qm, stride_qd, seqlen_q, BLOCK_M, BLOCK_D, HEAD_DIM,
+                                 UNIT_STRIDE, BOUND_QUERIES, TMA)  # fmt: skip
+        grad_out_tile = stream_tile(grad_out, batch, head, start, rows, stride_gm, stride_gd, seqlen_q, BLOCK_M, BLOCK_DV,
+                                    HEAD_DIM_V, UNIT_STRIDE, BOUND_QUERIES, TMA)  # fmt: skip
+        high, low = _load_logsumexp(logsumexp, logsumexp_low, query_index, inside, MASK, HAS_LOW)
+        row_delta = tl.load(delta + query_index, mask=inside, other=0.0)
+        scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
+        grad_probabilities = tl.dot(value_tile, tl.trans(grad_out_tile), input_precision=PRECISION)
+        row_key = dropout_row_key(seed, query_index, head_index)[None, :] if DROPOUT else 0
+        # Keys past the end are not stored: they need no bounds.
+        kept, grad_scores = _gradient_tile(
+            scores, grad_probabilities, high[None, :], low[None, :], row_delta[None, :], query_index[None, :],
+            key_index[:, None], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
+            dropout_threshold, dropout_scale, False, DIAGONAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT)  # fmt: skip
+        grad_value_tile = tl.dot(kept.to(grad_out_tile.dtype), grad_out_tile, grad_value_tile, input_precision=PRECISION)
+        grad_key_tile = tl.dot(grad_scores.to(query_tile.dtype), query_tile, grad_key_tile, input_precision=PRECISION)
+    return grad_key_tile, grad_value_tile
+
+
+@triton.jit
+def attention_backward_key_value(
+    query, key, value, mask, dropout_seed, logsumexp, logsumexp_low, grad_out, delta, grad_key, grad_value,
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_mb, stride_mh, stride_mq, stride_mk,
+    stride_gb, stride_gh, stride_gm, stride_gd,
+    stride_dkb, stride_dkh, stride_dkn, stride_dkd,
+    stride_dvb, stride_dvh, stride_dvn, stride_dvd,
+    logsumexp_pitch, num_heads, group_size, seqlen_q, seqlen_k, scale, out_scale, dropout_threshold, dropout_scale,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs delta."""
+    num_tiles = tl.cdiv(seqlen_k, BLOCK_N)
+    program = tl.program_id(0)
+    kv_index = program // num_tiles
+    tile = program % num_tiles  # causal: the first tile is seen by the most queries, so this is longest first
+    num_kv_heads = num_heads // group_size
+    batch = kv_index // num_kv_heads
+    kv_head = kv_index % num_kv_heads
+    key += batch * stride_kb + kv_head * stride_kh
+    value += batch * stride_vb + kv_head * stride_vh
+    grad_key += batch * stride_dkb + kv_head * stride_dkh
+    grad_value += batch * stride_dvb + kv_head * stride_dvh
+    if DROPOUT:
+        seed = tl.load(dropout_seed)
+    else:
+        seed = 0
+
+    first_key = tile * BLOCK_N
+    keys = tl.arange(0, BLOCK_N)
+    key_index = first_key + keys
+    key_tile = load_tile(key, first_key, keys, stride_kn, stride_kd, seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
+    value_tile = load_tile(value, first_key, keys, stride_vn, stride_vd, seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
+    grad_key_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    grad_value_tile = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    if CAUSAL:
+        first = first_key // BLOCK_M * BLOCK_M
+        whole = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, seqlen_q)
+    else:
+        first = 0
+        whole = 0
+    for member in range(group_size):
+        head_index = kv_index * group_size + member
+        head = kv_head * group_size + member
+        head_query = query if TMA else query + (batch * stride_qb + head * stride_qh)
+        head_grad_out = grad_out if TMA else grad_out + (batch * stride_gb + head * stride_gh)
+        head_mask = mask + (batch * stride_mb + head * stride_mh) if MASK != MASK_NONE else mask
+        head_logsumexp = logsumexp + head_index.to(tl.int64) * logsumexp_pitch
+        head_logsumexp_low = logsumexp_low + head_index.to(tl.int64) * logsumexp_pitch if HAS_LOW else logsumexp_low
+        head_delta = delta + head_index.to(tl.int64) * seqlen_q
+        column_key = dropout_column_key(seed, key_index, head_index)[:, None] if DROPOUT else 0
+        if CAUSAL:
+            grad_key_tile, grad_value_tile = _visit_queries(
+                grad_key_tile, grad_value_tile, key_tile, value_tile, first, whole, key_index, column_key, head_query,
+                head_mask, batch, head, seed, head_logsumexp, head_logsumexp_low, head_grad_out, head_delta, head_index, stride_qm,
+                stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
+                dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BOUND_QUERIES, True, MASK, MASK_PER_KEY,
+                MASK_UNIT_STRIDE, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
+        grad_key_tile, grad_value_tile = _visit_queries(
+            grad_key_tile, grad_value_tile, key_tile, value_tile, whole, seqlen_q, key_index, column_key, head_query,
+            head_mask, batch, head, seed, head_logsumexp, head_logsumexp_low, head_grad_out, head_delta, head_index, stride_qm,
+            stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
+            dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BOUND_QUERIES, False, MASK, MASK_PER_KEY,
+            MASK_UNIT_STRIDE, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
+    store_tile(grad_key, grad_key_tile * out_scale, first_key, keys, stride_dkn, stride_dkd, seqlen_k, BLOCK_D, HEAD_DIM)
+    store_tile(grad_value, grad_value_tile, first_key, keys, stride_dvn, stride_dvd, seqlen_k, BLOCK_DV, HEAD_DIM_V)
+
+
+@triton.jit
+def attention_backward_mask(
+    query, key, value, mask, dropout_seed, logsumexp, logsumexp_low, grad_out, delta, grad_mask,
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_mb, stride_mh, stride_mq, stride_mk,
+    stride_gb, stride_gh, stride_gm, stride_gd,
+    stride_ds, stride_db, stride_dh, stride_dq, stride_dk,
+    logsumexp_pitch, num_batches, num_heads, group_size, seqlen_q, seqlen_k, mask_batches, mask_heads, mask_tiles_q,
+    mask_tiles_k, num_splits, scale, dropout_threshold, dropout_scale,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
+    MASK_PER_QUERY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """grad_mask [num_splits, mask_batches, mask_heads, 1 or seqlen_q, 1 or seqlen_k], to be summed over its splits.
+
+    A program owns one tile of the mask and sums dS over the batches, heads, query tiles and key tiles that share it
+    (mask_batches is 1 or num_batches, and so on; MASK_PER_KEY: one row for all queries, MASK_PER_QUERY: one column for
+    all keys). Where that leaves too few programs, num_splits of them share the sum.
+    """
+    program = tl.program_id(0)
+    split = program % num_splits
+    owned = program // num_splits
+    owned_k = owned % mask_tiles_k
+    owned_q = owned // mask_tiles_k % mask_tiles_q
+    owned_head = owned // (mask_tiles_k * mask_tiles_q) % mask_heads
+    owned_batch = owned // (mask_tiles_k * mask_tiles_q * mask_heads)
+    repeat_k = tl.cdiv(seqlen_k, BLOCK_N) if MASK_PER_QUERY else 1
+    repeat_q = tl.cdiv(seqlen_q, BLOCK_M) if MASK_PER_KEY else 1
+    repeat_head = num_heads // mask_heads
+    repeat_batch = num_batches // mask_batches
+
+    rows = tl.arange(0, BLOCK_M)
+    keys = tl.arange(0, BLOCK_N)
+    if DROPOUT:
+        seed = tl.load(dropout_seed)
+    else:
+        seed = 0
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for item in range(split, repeat_k * repeat_q * repeat_head * repeat_batch, num_splits):
+        # At most one of the two terms of each sum is not zero.
+        first_key = (owned_k + item % repeat_k) * BLOCK_N
+        first_query = (owned_q + item // repeat_k % repeat_q) * BLOCK_M
+        head = owned_head + item // (repeat_k * repeat_q) % repeat_head
+        batch = owned_batch + item // (repeat_k * repeat_q * repeat_head)
+        head_index = batch * num_heads + head
+        kv_head = (head // group_size).to(tl.int64)
+        batch = batch.to(tl.int64)
+        head = head.to(tl.int64)
+        query_index = first_query + rows
+        key_index = first_key + keys
+        inside = query_index < seqlen_q
+        query_tile = load_tile(query + batch * stride_qb + head * stride_qh, first_query, rows, stride_qm, stride_qd,
+                               seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)  # fmt: skip
+        key_tile = load_tile(key + batch * stride_kb + kv_head * stride_kh, first_key, keys, stride_kn, stride_kd,
+                             seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)  # fmt: skip
+        scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+        value_tile = load_tile(value + batch * stride_vb + kv_head * stride_vh, first_key, keys, stride_vn, stride_vd,
+                               seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)  # fmt: skip
+        grad_out_tile = load_tile(grad_out + batch * stride_gb + head * stride_gh, first_query, rows, stride_gm, stride_gd,
+                                  seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)  # fmt: skip
+        grad_probabilities = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
+        position = head_index.to(tl.int64) * logsumexp_pitch + query_index
+        high, low = _load_logsumexp(logsumexp, logsumexp_low, position, inside, MASK, HAS_LOW)
+        row_delta = tl.load(delta + head_index.to(tl.int64) * seqlen_q + query_index, mask=inside, other=0.0)
+        row_key = dropout_row_key(seed, query_index, head_index)[:, None] if DROPOUT else 0
+        column_key = dropout_column_key(seed, key_index, head_index)[None, :] if DROPOUT else 0
+        _, grad_scores = _gradient_tile(
+            scores, grad_probabilities, high[:, None], low[:, None], row_delta[:, None], query_index[:, None],
+            key_index[None, :], row_key, column_key, mask + (batch * stride_mb + head * stride_mh), stride_mq, stride_mk,
+            seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, True, False, MASK, MASK_PER_KEY,
+            MASK_UNIT_STRIDE, DROPOUT)  # fmt: skip
+        total += grad_scores
+
+    grad_mask += split * stride_ds + owned_batch.to(tl.int64) * stride_db + owned_head.to(tl.int64) * stride_dh
+    grad_mask += owned_q.to(tl.int64) * BLOCK_M * stride_dq + owned_k.to(tl.int64) * BLOCK_N * stride_dk
+    inside_q = owned_q * BLOCK_M + rows < seqlen_q
+    inside_k = owned_k * BLOCK_N + keys < seqlen_k
+    if MASK_PER_KEY:
+        column_sums = tl.sum(total, 0)
+        if MASK_PER_QUERY:
+            tl.store(grad_mask, tl.sum(column_sums, 0).to(grad_mask.dtype.element_ty))
+        else:
+            tl.store(grad_mask + keys * stride_dk, column_sums.to(grad_mask.dtype.element_ty), mask=inside_k)
+    elif MASK_PER_QUERY:
+        tl.store(grad_mask + rows * stride_dq, tl.sum(total, 1).to(grad_mask.dtype.element_ty), mask=inside_q)
+    else:
+        pointers = grad_mask + rows[:, None] * stride_dq + keys[None, :] * stride_dk
+        tl.store(pointers, total.to(grad_mask.dtype.element_ty), mask=inside_q[:, None] & inside_k[None, :])

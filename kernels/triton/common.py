@@ -1,0 +1,125 @@
+"""Device functions that the forward and the backward kernels share: tiles, masks, dropout.
+
+May import triton only. Imported by ``forward.py`` and ``backward.py``.
+
+Every kernel masks with a select, never by adding: a NaN in a masked position must not reach the output.
+Row indices are clamped instead of predicated where the row is not stored afterwards.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# Kinds of attn_mask, a compile-time argument of every kernel.
+MASK_NONE = tl.constexpr(0)
+MASK_BOOL = tl.constexpr(1)
+MASK_FLOAT = tl.constexpr(2)
+
+
+@triton.jit
+def load_tile(base, first_row, rows, stride_row, stride_column, num_rows, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
+              UNIT_STRIDE: tl.constexpr, BOUND_ROWS: tl.constexpr):  # fmt: skip
+    """[rows, BLOCK_D] of a matrix [num_rows, HEAD_DIM], zeros outside of it; rows are offsets from first_row.
+
+    The 64-bit part of the address is a scalar, so that the tile's offsets stay 32 bits wide.
+    """
+    columns = tl.arange(0, BLOCK_D)
+    origin = base + tl.cast(first_row, tl.int64) * stride_row
+    if UNIT_STRIDE:
+        pointers = origin + rows[:, None] * stride_row + columns[None, :]
+    else:
+        pointers = origin + rows[:, None] * stride_row + columns[None, :] * stride_column
+    if BOUND_ROWS:
+        if BLOCK_D == HEAD_DIM:
+            return tl.load(pointers, mask=(first_row + rows < num_rows)[:, None], other=0.0)
+        else:
+            return tl.load(
+                pointers, mask=(first_row + rows < num_rows)[:, None] & (columns < HEAD_DIM)[None, :], other=0.0
+            )
+    elif BLOCK_D == HEAD_DIM:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=(columns < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def stream_tile(source, batch, head, first_row, rows, stride_row, stride_column, num_rows, BLOCK_ROWS: tl.constexpr,
+                BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr, UNIT_STRIDE: tl.constexpr, BOUND_ROWS: tl.constexpr,
+                TMA: tl.constexpr):  # fmt: skip
+    """load_tile for the tiles of a loop. TMA: source is a tensor map [B, H, rows, HEAD_DIM], whose hardware checks bounds.
+
+    Otherwise source points at the matrix of this batch and head already.
+    """
+    if TMA:
+        return source.load([batch, head, first_row, 0]).reshape([BLOCK_ROWS, BLOCK_D])
+    else:
+        return load_tile(source, first_row, rows, stride_row, stride_column, num_rows, BLOCK_D, HEAD_DIM, UNIT_STRIDE, BOUND_ROWS)
+
+
+@triton.jit
+def store_tile(base, tile, first_row, rows, stride_row, stride_column, num_rows, BLOCK_D: tl.constexpr,
+               HEAD_DIM: tl.constexpr):  # fmt: skip
+    """Write the part of [rows, BLOCK_D] that lies inside a matrix [num_rows, HEAD_DIM]."""
+    columns = tl.arange(0, BLOCK_D)
+    pointers = base + tl.cast(first_row, tl.int64) * stride_row + rows[:, None] * stride_row + columns[None, :] * stride_column
+    inside = (first_row + rows < num_rows)[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_mask(base, query_index, key_index, stride_query, stride_key, seqlen_k, MASK: tl.constexpr,
+              PER_KEY: tl.constexpr, UNIT_STRIDE: tl.constexpr, BOUND_KEYS: tl.constexpr):  # fmt: skip
+    """attn_mask at query_index x key_index, two index tensors that broadcast; keys outside are masked.
+
+    PER_KEY: the mask does not depend on the query, so one vector is loaded instead of a tile.
+    """
+    keys = key_index if UNIT_STRIDE else key_index * stride_key
+    pointers = base + keys if PER_KEY else base + query_index * stride_query + keys
+    if BOUND_KEYS:
+        if MASK == MASK_BOOL:
+            return tl.load(pointers, mask=key_index < seqlen_k, other=0)
+        else:
+            return tl.load(pointers, mask=key_index < seqlen_k, other=float("-inf")).to(tl.float32)
+    elif MASK == MASK_BOOL:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers).to(tl.float32)
+
+
+@triton.jit
+def _random_key(seed, index, head, stream):
+    """One 32-bit number for each index of a head, by Philox 4x32-10 (Salmon et al., 2011)."""
+    zero = index * 0
+    first, _, _, _ = tl.philox(seed, index, zero + head, zero + stream, zero)
+    return first
+
+
+@triton.jit
+def dropout_row_key(seed, query_index, head):
+    """The query's half of the dropout generator, see dropout_keep."""
+    return _random_key(seed, query_index, head, 0)
+
+
+@triton.jit
+def dropout_column_key(seed, key_index, head):
+    """The key's half of the dropout generator, see dropout_keep."""
+    return _random_key(seed, key_index, head, 1)
+
+
+@triton.jit
+def dropout_keep(row_key, column_key, threshold):
+    """Which probabilities stay: True with probability 1 - threshold / 2**32.
+
+    A counter-based generator that needs no state and no order: Philox gives each row and each column of a head a random
+    key, and MurmurHash3's 32-bit finaliser (Appleby, 2011) mixes the two for each element, which costs seven integer
+    instructions where Philox for each element costs sixty. ``reference.dropout_keep`` computes the same bits.
+    """
+    bits = row_key ^ column_key
+    bits = bits ^ (bits >> 16)
+    bits = bits * 0x85EBCA6B
+    bits = bits ^ (bits >> 13)
+    bits = bits * 0xC2B2AE35
+    bits = bits ^ (bits >> 16)
+    return bits >= threshold

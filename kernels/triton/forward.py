@@ -1,0 +1,178 @@
+"""Attention forward: out = softmax(scale * query @ key^T + mask) @ value, one pass over the keys with an online softmax.
+
+Method: Dao, "FlashAttention-2" (arXiv 2307.08691); online softmax of Milakov and Gimelshein (arXiv 1805.02867).
+One program computes BLOCK_M query rows of one head:
+
+    load the query tile
+    for each key tile up to the last one that any of the rows may see:
+        scores = query @ key^T;  mask;  new row maximum;  probabilities = exp(scores - maximum)
+        rescale the accumulator by exp(old maximum - maximum);  accumulator += probabilities @ value
+    out = accumulator / row sum;  logsumexp = maximum + log(row sum)
+
+The loop runs in two parts: key tiles that every row of the tile sees whole, then those that need bounds or the causal
+diagonal. On-chip budget: the query tile, num_stages key and value tiles; accumulator and scores in registers (``tiles.py``).
+
+May import triton and ``common.py`` only. Launched by ``attention.py``.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import (
+    LOG2E,
+    MASK_BOOL,
+    MASK_FLOAT,
+    MASK_NONE,
+    dropout_column_key,
+    dropout_keep,
+    dropout_row_key,
+    load_mask,
+    load_tile,
+    store_tile,
+    stream_tile,
+)
+
+
+@triton.jit
+def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, first_query, query_rows, key, value, mask,
+                batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
+                scale, dropout_threshold, dropout_scale,
+                HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+                MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr,
+                UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The loop over the keys first..last; PARTIAL: some may lie outside of the sequence or above the diagonal."""
+    keys = tl.arange(0, BLOCK_N)
+    query_index = first_query + query_rows
+    # Rows past the end are not stored, so any row of the mask will do for them.
+    mask_rows = tl.minimum(query_index, seqlen_q - 1)
+    if DROPOUT:
+        row_key = dropout_row_key(seed, query_index, head_index)
+    for start in tl.range(first, last, BLOCK_N):
+        key_tile = stream_tile(key, batch, kv_head, start, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D, HEAD_DIM,
+                               UNIT_STRIDE, PARTIAL, TMA)  # fmt: skip
+        scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+        key_index = start + keys
+        if MASK == MASK_FLOAT:
+            # Natural units: finfo.min times log2(e) would be -inf, and such a row is not masked (it gives the mean).
+            bias = load_mask(mask, mask_rows[:, None], key_index[None, :], stride_mq, stride_mk, seqlen_k, MASK,
+                             MASK_PER_KEY, MASK_UNIT_STRIDE, PARTIAL)  # fmt: skip
+            scores = tl.where(bias == float("-inf"), float("-inf"), scores * scale + bias)
+        elif MASK == MASK_BOOL:
+            seen = load_mask(mask, mask_rows[:, None], key_index[None, :], stride_mq, stride_mk, seqlen_k, MASK,
+                             MASK_PER_KEY, MASK_UNIT_STRIDE, PARTIAL)  # fmt: skip
+            scores = tl.where(seen, scores, float("-inf"))
+        elif PARTIAL:
+            if CAUSAL:
+                inside = (query_index[:, None] >= key_index[None, :]) & (key_index < seqlen_k)[None, :]
+                scores = tl.where(inside, scores, float("-inf"))
+            else:
+                scores = tl.where((key_index < seqlen_k)[None, :], scores, float("-inf"))
+
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        if MASK == MASK_FLOAT:
+            probabilities = tl.exp2((scores - shift[:, None]) * LOG2E)
+            rescale = tl.exp2((row_max - shift) * LOG2E)
+        else:
+            # One multiply-add for each score; the host made the scale positive, so the maximum commutes with it.
+            probabilities = tl.exp2(scores * scale - (shift * scale)[:, None])
+            rescale = tl.exp2(row_max * scale - shift * scale)
+        row_sum = row_sum * rescale + tl.sum(probabilities, 1)
+        accumulator = accumulator * rescale[:, None]
+        if DROPOUT:
+            column_key = dropout_column_key(seed, key_index, head_index)
+            keep = dropout_keep(row_key[:, None], column_key[None, :], dropout_threshold)
+            probabilities = tl.where(keep, probabilities * dropout_scale, 0.0)
+        value_tile = stream_tile(value, batch, kv_head, start, keys, stride_vn, stride_vd, seqlen_k, BLOCK_N, BLOCK_DV,
+                                 HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)  # fmt: skip
+        accumulator = tl.dot(probabilities.to(value_tile.dtype), value_tile, accumulator, input_precision=PRECISION)
+        row_max = new_max
+    return accumulator, row_max, row_sum
+
+
+@triton.jit
+def attention_forward(
+    query, key, value, mask, dropout_seed, out, logsumexp, logsumexp_low,
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_mb, stride_mh, stride_mq, stride_mk,
+    stride_ob, stride_oh, stride_om, stride_od,
+    num_heads, group_size, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr, STORE_LOGSUMEXP: tl.constexpr,
+    QUERY_FACTOR: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [B, H, seqlen_q, HEAD_DIM_V] and logsumexp [B, H, seqlen_q] (natural logarithm, float32, contiguous).
+
+    scale is positive and, without a float mask, carries log2(e); QUERY_FACTOR (1, -1 or 0) carries the sign.
+    logsumexp_low, with float masks only, is what rounding cut off logsumexp: a row whose scores are all -1e9 or finfo.min
+    would otherwise lose log(row sum) and with it its normalisation in the backward.
+    """
+    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    program = tl.program_id(0)
+    head_index = program // num_tiles
+    tile = program % num_tiles
+    if CAUSAL:
+        tile = num_tiles - 1 - tile  # longest first
+    batch = head_index // num_heads
+    head = head_index % num_heads
+    kv_head = head // group_size
+    # The strides of batches and heads are 64 bits wide, so these offsets are too.
+    query += batch * stride_qb + head * stride_qh
+    out += batch * stride_ob + head * stride_oh
+    if not TMA:
+        key += batch * stride_kb + kv_head * stride_kh
+        value += batch * stride_vb + kv_head * stride_vh
+    if MASK != MASK_NONE:
+        mask += batch * stride_mb + head * stride_mh
+    if DROPOUT:
+        seed = tl.load(dropout_seed)
+    else:
+        seed = 0
+
+    first_query = tile * BLOCK_M
+    rows = tl.arange(0, BLOCK_M)
+    query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
+    if QUERY_FACTOR != 1:
+        query_tile = (query_tile * QUERY_FACTOR).to(query.dtype.element_ty)
+
+    accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if CAUSAL:
+        last = tl.minimum(seqlen_k, first_query + BLOCK_M)
+        whole = tl.minimum(seqlen_k, first_query + 1) // BLOCK_N * BLOCK_N
+    else:
+        last = seqlen_k
+        whole = seqlen_k // BLOCK_N * BLOCK_N
+    accumulator, row_max, row_sum = _visit_keys(
+        accumulator, row_max, row_sum, query_tile, 0, whole, first_query, rows, key, value, mask, batch, kv_head, seed,
+        head_index,
+        stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
+        scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, False, CAUSAL, MASK,
+        MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
+    if whole < last:
+        accumulator, row_max, row_sum = _visit_keys(
+            accumulator, row_max, row_sum, query_tile, whole, last, first_query, rows, key, value, mask, batch, kv_head, seed,
+        head_index,
+            stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
+            scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, True, CAUSAL, MASK,
+            MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
+
+    # A row that sees no key has sum 0 and an accumulator of zeros: zeros it gives. NaN stays NaN.
+    accumulator = accumulator / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    store_tile(out, accumulator, first_query, rows, stride_om, stride_od, seqlen_q, BLOCK_DV, HEAD_DIM_V)
+    if STORE_LOGSUMEXP:
+        position = head_index.to(tl.int64) * seqlen_q + first_query + rows
+        inside = first_query + rows < seqlen_q
+        log_sum = tl.log(row_sum)  # -inf for a row that sees no key
+        if MASK == MASK_FLOAT:
+            high = row_max + log_sum
+            low = tl.where(high == float("-inf"), 0.0, (row_max - high) + log_sum)
+            tl.store(logsumexp_low + position, low, mask=inside)
+        else:
+            high = tl.where(row_sum == 0.0, float("-inf"), row_max * (scale / LOG2E) + log_sum)
+        tl.store(logsumexp + position, high, mask=inside)

@@ -1,0 +1,103 @@
+"""The one table of tile sizes, per kernel, GPU family, element size and head dimension.
+
+May import nothing of the project. Used by ``attention.py``; ``benchmarks/tune_triton.py`` measures the candidates from which
+the sm_90 rows were picked. Families that nobody has measured have tiles that fit their shared memory.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """BLOCK_M query rows by BLOCK_N keys, with the launch options that Triton takes."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+KERNELS = ("forward", "backward_query", "backward_key_value", "backward_mask")
+
+# Shared memory of one program in bytes: what each family's tiles must fit (CUDA programming guide, "Technical Specifications
+# per Compute Capability"; LDS of CDNA3).
+SHARED_MEMORY = {"sm_90": 232448, "sm_80": 166912, "sm_86": 101376, "gfx942": 65536}
+
+# Compute capabilities that share a row: what decides is the shared memory of a block.
+_FAMILY_OF_CAPABILITY = {80: "sm_80", 86: "sm_86", 87: "sm_80", 88: "sm_86", 89: "sm_86", 90: "sm_90"}
+
+
+def family(backend: str, architecture: int | str) -> str:
+    """The row of the table for a Triton target: ("cuda", 90) or ("hip", "gfx942")."""
+    if backend == "hip":
+        return "gfx942"
+    capability = int(architecture)
+    if capability in _FAMILY_OF_CAPABILITY:
+        return _FAMILY_OF_CAPABILITY[capability]
+    # 100 and 103 have what 90 has and more; 110, 120 and 121 have 99 KB as 86 has.
+    return "sm_90" if 100 <= capability < 110 else "sm_86"
+
+
+# {family: {bytes per element: {kernel: {largest head_dim, padded to a power of two: tile}}}}
+_TABLE = {
+    "sm_90": {
+        2: {
+            "forward": {
+                64: Tile(128, 128, 8, 3),
+                128: Tile(128, 128, 8, 2),
+                256: Tile(128, 64, 8, 2),
+                512: Tile(64, 32, 8, 2),
+            },
+            "backward_query": {
+                64: Tile(128, 64, 8, 3),
+                128: Tile(128, 64, 8, 2),
+                256: Tile(64, 64, 8, 1),
+                512: Tile(32, 32, 8, 1),
+            },
+            "backward_key_value": {
+                64: Tile(64, 128, 8, 3),
+                128: Tile(64, 128, 8, 2),
+                256: Tile(32, 64, 8, 2),
+                512: Tile(16, 32, 8, 1),
+            },
+            "backward_mask": {
+                64: Tile(128, 64, 8, 2),
+                128: Tile(128, 64, 8, 2),
+                256: Tile(64, 64, 8, 1),
+                512: Tile(32, 32, 8, 1),
+            },
+        },
+        4: {
+            "forward": {
+                64: Tile(128, 32, 4, 3),
+                128: Tile(64, 32, 4, 2),
+                256: Tile(32, 32, 4, 2),
+                512: Tile(16, 16, 4, 2),
+            },
+            "backward_query": {
+                64: Tile(64, 32, 4, 2),
+                128: Tile(64, 32, 8, 1),
+                256: Tile(32, 16, 4, 1),
+                512: Tile(16, 16, 4, 1),
+            },
+            "backward_key_value": {
+                64: Tile(32, 64, 4, 2),
+                128: Tile(32, 64, 8, 1),
+                256: Tile(16, 32, 4, 1),
+                512: Tile(16, 16, 4, 1),
+            },
+            "backward_mask": {
+                64: Tile(64, 32, 4, 2),
+                128: Tile(64, 32, 8, 1),
+                256: Tile(32, 16, 4, 1),
+                512: Tile(16, 16, 4, 1),
+            },
+        },
+    },
+}
+
+
+def choose(kernel: str, family_name: str, itemsize: int, head_dim_padded: int) -> Tile:
+    """The tile of a kernel for the larger of head_dim and head_dim_v, padded to a power of two (16 to 512)."""
+    rows = _TABLE[family_name][itemsize][kernel]
+    return next(tile for largest, tile in rows.items() if head_dim_padded <= largest)

@@ -1,0 +1,240 @@
+"""Fixtures of the GPU suite, and its JSON summary.
+
+    python -m pytest tests/gpu -n 16                         # compiling dominates: as many workers as cores
+    FLASHBACKEND_RESULTS=gpu_tests.json python -m pytest ... # summary, rewritten while the tests run
+    FLASHBACKEND_TEST_DEVICE=cpu python -m pytest tests/gpu  # the math backend: checks the tests, not the kernels
+
+Without CUDA and without FLASHBACKEND_TEST_DEVICE every test is skipped. Tests marked `cuda_only` have no CPU form, or
+need the automatic route, which is PyTorch's own on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# Each worker compiles by itself: a pool of compile processes in each of 16 workers would only be in the way.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+ROOT = Path(__file__).parents[2]
+for folder in (str(ROOT), str(ROOT / "tests")):
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from common import STOCK_KERNELS, Call, Verdict, check, expect, gradient_for, results_of, stock_results  # noqa: E402
+
+DEVICE = os.environ.get("FLASHBACKEND_TEST_DEVICE", "cuda")
+BACKEND = "triton" if DEVICE == "cuda" else "math"
+HERE = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cuda_only: has no form on a CPU")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    if os.environ.get("FLASHBACKEND_RESULTS") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Summary(Path(os.environ["FLASHBACKEND_RESULTS"])), "flashbackend-summary")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    available = torch.cuda.is_available()
+    for item in items:
+        if HERE not in Path(item.path).parents:
+            continue
+        item.add_marker("gpu")
+        if DEVICE == "cuda" and not available:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif DEVICE != "cuda" and item.get_closest_marker("cuda_only"):
+            item.add_marker(pytest.mark.skip(reason="has no form on a CPU"))
+
+
+class Summary:
+    """Counts outcomes and error ratios, and rewrites one JSON file as it goes: a run cut short leaves its results."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.started = time.monotonic()
+        self.written = 0.0
+        self.counts = {"passed": 0, "failed": 0, "skipped": 0}
+        self.failed: list[dict[str, str]] = []
+        self.skipped: dict[str, int] = {}
+        self.judged = 0
+        self.worst = {"ratio": 0.0, "test": None, "tensor": None}
+        self.worst_to_best = {"ratio": 0.0, "test": None, "tensor": None}
+        self.facts: dict = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
+            self.counts[report.outcome] += 1
+        elif report.outcome == "failed":
+            self.counts["failed"] += 1
+        if report.outcome == "failed":
+            self.failed.append({"test": report.nodeid, "error": str(report.longrepr)[-1500:]})
+        if report.outcome == "skipped":
+            reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+            self.skipped[reason] = self.skipped.get(reason, 0) + 1
+        if report.when == "call":
+            for name, value in report.user_properties:
+                if name == "verdict":
+                    self._count(report.nodeid, value)
+        if time.monotonic() - self.written > 3.0:
+            self.write(complete=False)
+
+    def _count(self, test: str, value: list) -> None:
+        tensor, ratio, to_best = value
+        self.judged += 1
+        if ratio > self.worst["ratio"]:
+            self.worst = {"ratio": round(ratio, 3), "test": test, "tensor": tensor}
+        if to_best is not None and to_best > self.worst_to_best["ratio"]:
+            self.worst_to_best = {"ratio": round(to_best, 3), "test": test, "tensor": tensor}
+
+    def pytest_sessionfinish(self) -> None:
+        self.write(complete=True)
+
+    def write(self, complete: bool) -> None:
+        self.facts = self.facts or facts()
+        data = {
+            "kind": "gpu_tests",
+            "environment": self.facts,
+            "complete": complete,
+            "seconds": round(time.monotonic() - self.started, 1),
+            "tests": sum(self.counts.values()),
+            **self.counts,
+            "skip_reasons": self.skipped,
+            "tensors_judged": self.judged,
+            "worst_error_over_larger_of_best_and_model": self.worst,
+            "worst_error_over_best_alone": self.worst_to_best,
+            "failures": self.failed,
+        }
+        temporary = self.path.with_suffix(".part")
+        temporary.write_text(json.dumps(data, indent=1) + "\n")
+        os.replace(temporary, self.path)
+        self.written = time.monotonic()
+
+
+def facts() -> dict:
+    commit = os.environ.get("FLASHBACKEND_COMMIT")
+    if not commit:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+            commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    found = {
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "python": platform.python_version(),
+        "commit": commit,
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found.update(gpu=properties.name, sm_count=properties.multi_processor_count, gpus=torch.cuda.device_count())
+        found.update(cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version())
+    return {**found, "date": time.strftime("%Y-%m-%d", time.gmtime())}
+
+
+@pytest.fixture
+def device() -> str:
+    return DEVICE
+
+
+@pytest.fixture
+def backend() -> str:
+    """The backend whose kernels are tested: "triton", or "math" where the tests themselves are tried on a CPU."""
+    return BACKEND
+
+
+@pytest.fixture(autouse=True)
+def plugin():
+    """The plugin on during each test, and off after it, whatever the test did."""
+    import torch_flashbackend
+
+    torch_flashbackend.enable()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not used because.*")
+        warnings.filterwarnings("ignore", message=".*attention.*reason.*")
+        yield torch_flashbackend
+    torch_flashbackend.disable()
+
+
+@pytest.fixture
+def take_everything(monkeypatch):
+    """The automatic route takes whatever our kernels can take: speed is not asked, as if every call were faster."""
+    from torch_flashbackend import decisions, policy
+
+    verdict = policy.Verdict(True, "test", "taken for a test")
+    monkeypatch.setattr(policy, "judge", lambda problem: verdict)
+    decisions.forget()
+    yield
+    monkeypatch.undo()
+    decisions.forget()
+
+
+@pytest.fixture
+def launched():
+    """A context manager factory: the block must launch kernels of ours (`launched()`) or none (`launched(False)`)."""
+    from torch_flashbackend import ops
+
+    @contextlib.contextmanager
+    def expect_launches(wanted: bool = True):
+        ops.reset_launch_counts()
+        yield
+        counts = ops.launch_counts()
+        if DEVICE == "cuda":
+            assert bool(counts) == wanted, (
+                f"kernels of ours launched: {counts}, expected {'some' if wanted else 'none'}"
+            )
+
+    return expect_launches
+
+
+def _computes(call: Call) -> bool:
+    return call.query.numel() > 0 and call.key.numel() > 0 and call.value.numel() > 0
+
+
+@pytest.fixture
+def note(record_property) -> Callable[[list[Verdict]], None]:
+    """Hands verdicts to the summary."""
+
+    def record(verdicts: list[Verdict]) -> None:
+        for verdict in verdicts:
+            record_property("verdict", [verdict.name, verdict.ratio, verdict.ratio_to_best])
+
+    return record
+
+
+@pytest.fixture
+def check_call(plugin, launched, note) -> Callable[..., dict[str, Tensor]]:
+    """Runs a call on our kernels and judges output and gradients against float64 and PyTorch's own kernels."""
+
+    def run(
+        call: Call, *, grad: bool = True, automatic: bool = False, tf32: bool = False, kernels=tuple(STOCK_KERNELS)
+    ) -> dict[str, Tensor]:
+        grad_out = gradient_for(call) if grad else None
+        plugin.disable()
+        stock = stock_results(call, grad_out, kernels)
+        expected = expect(call, grad_out, tf32=tf32)
+        plugin.enable()
+        choice = contextlib.nullcontext() if automatic else plugin.sdpa_backend(BACKEND)
+        asked = contextlib.nullcontext() if automatic else launched(_computes(call))
+        with choice, asked:
+            actual = results_of(call, grad_out)
+        note(check(actual, expected, stock, call.describe()))
+        return actual
+
+    return run

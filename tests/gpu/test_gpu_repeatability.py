@@ -1,0 +1,205 @@
+"""Bitwise repeatable results, outputs written in full, streams, devices, and the memory that calls take."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common import attention_float64, check, expect, gradient_for, results_of, simple_call
+
+KINDS = ("dense", "causal", "bool", "bias_grad", "broadcast_bias_grad", "gqa", "float32", "value_dim", "dropout")
+
+
+def make_call(kind, device, length=333):
+    mask = None
+    generator = torch.Generator(device=device).manual_seed(1)
+    if kind == "bool":
+        mask = torch.rand(2, 1, length, length, generator=generator, device=device) < 0.6
+    if kind == "bias_grad":
+        mask = torch.randn(2, 4, length, length, generator=generator, device=device)
+    if kind == "broadcast_bias_grad":
+        mask = torch.randn(1, 4, 1, length, generator=generator, device=device)
+    return simple_call(
+        2, 4, length, head_dim=64, device=device, attn_mask=mask, mask_grad="grad" in kind, is_causal=kind == "causal",
+        kv_heads=2 if kind == "gqa" else None, dtype=torch.float32 if kind == "float32" else torch.bfloat16,
+        head_dim_v=96 if kind == "value_dim" else None,
+    )  # fmt: skip
+
+
+def run(call, grad_out, kind):
+    if kind != "dropout":
+        return results_of(call, grad_out)
+    torch.manual_seed(3)
+    leaves = call.leaves()
+    out = F.scaled_dot_product_attention(leaves.query, leaves.key, leaves.value, dropout_p=0.2)
+    inputs = leaves.differentiable()
+    gradients = torch.autograd.grad(out, list(inputs.values()), grad_out)
+    return {"out": out.detach(), **dict(zip(inputs, gradients))}
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_repeat_bit_by_bit(plugin, launched, backend, device, deterministic, kind):
+    call = make_call(kind, device)
+    grad_out = gradient_for(call)
+    with plugin.sdpa_backend(backend), launched():
+        first = run(call, grad_out, kind)
+        for _ in range(4):
+            again = run(call, grad_out, kind)
+            assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_element_is_written(plugin, launched, note, backend, kind):
+    """Empty tensors are filled with NaN here: one that is left unwritten, or read before it is written, shows."""
+    call = make_call(kind, "cuda")
+    grad_out = gradient_for(call)
+    with plugin.sdpa_backend(backend), launched():
+        clean = run(call, grad_out, kind)
+        poison_free_memory()
+        torch.use_deterministic_algorithms(True)  # fill_uninitialized_memory: torch.empty gives NaN
+        try:
+            poisoned = run(call, grad_out, kind)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    for name in clean:
+        assert poisoned[name].isfinite().all(), name
+    if kind != "dropout":
+        note(check(poisoned, expect(call, grad_out), None, kind))
+
+
+def poison_free_memory():
+    """Frees blocks full of NaN of many sizes, so that the allocator hands these out next."""
+    blocks = [torch.full((2**size,), torch.nan, device="cuda") for size in range(8, 24) for _ in range(4)]
+    torch.cuda.synchronize()
+    del blocks
+
+
+# -------------------------------------------------------------------------------------------------- streams and devices
+
+
+@pytest.mark.cuda_only
+def test_a_stream_that_is_not_the_default(plugin, launched, note, backend):
+    call = simple_call(2, 4, 512, head_dim=64, is_causal=True)
+    grad_out = gradient_for(call)
+    stream = torch.cuda.Stream()
+    query = torch.zeros_like(call.query)
+    with plugin.sdpa_backend(backend), launched():
+        results_of(call, grad_out)  # compiles
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            query.copy_(call.query)  # late: a launch on another stream would see zeros
+            leaves = dataclasses.replace(call, query=query)
+            results = results_of(leaves, grad_out)
+        stream.synchronize()
+    note(check(results, expect(call, grad_out), None, "side stream"))
+
+
+@pytest.mark.cuda_only
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_device_that_is_not_the_current_one(plugin, launched, note, backend):
+    call = simple_call(2, 4, 256, head_dim=64, is_causal=True, device="cuda:1")
+    grad_out = gradient_for(call)
+    with plugin.sdpa_backend(backend), launched(), torch.cuda.device(0):
+        results = results_of(call, grad_out)
+        assert torch.cuda.current_device() == 0
+    note(check(results, expect(call, grad_out), None, "cuda:1 while cuda:0 is current"))
+
+
+def test_many_threads_at_once(plugin, backend, device):
+    import threading
+
+    call = simple_call(1, 2, 128, head_dim=64, device=device)
+    expected = attention_float64(call)
+    errors = []
+
+    def work(index):
+        try:
+            with plugin.sdpa_backend(backend):
+                mine = dataclasses.replace(call, scale=None)
+                for _ in range(20):
+                    assert (mine.run().double() - expected).abs().max() < 0.03
+        except BaseException as error:  # reported by the test's own thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+MEMORY_CASES = {
+    "dense": {},
+    "causal": {"is_causal": True},
+    "padding": {"attn_mask": (4, 1, 1, 1024)},
+    "bool mask": {"attn_mask": (4, 1, 1024, 1024)},
+    "bias": {"attn_mask": (1, 16, 1024, 1024), "bias": True},
+    "batch bias": {"attn_mask": (4, 1, 1024, 1024), "bias": True},
+    "bias with gradient": {"attn_mask": (1, 16, 1024, 1024), "bias": True, "mask_grad": True},
+    "narrow bias with gradient": {"attn_mask": (1, 16, 1, 1024), "bias": True, "mask_grad": True},
+    "gqa": {"kv_heads": 4, "is_causal": True},
+    "gqa and mask": {"kv_heads": 4, "attn_mask": (4, 1, 1024, 1024)},
+    "head_dim 64": {"head_dim": 64},
+    "head_dim 96": {"head_dim": 96, "is_causal": True},
+    "head_dim 256": {"head_dim": 256, "is_causal": True},
+    "head_dim 512": {"head_dim": 512},
+    "value head_dim": {"head_dim": 192, "head_dim_v": 128, "is_causal": True},
+    "float32": {"dtype": torch.float32},
+    "transposed": {"layout": "bshd", "is_causal": True},
+    "packed": {"layout": "packed", "is_causal": True},
+    "short": {"seqlen_q": 64},
+    "one query": {"seqlen_q": 1, "seqlen_k": 1024, "kv_heads": 4},
+}
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("name", MEMORY_CASES)
+def test_peak_memory_is_at_most_stocks(plugin, launched, take_everything, name, training):
+    options = dict(MEMORY_CASES[name])
+    shape, bias = options.pop("attn_mask", None), options.pop("bias", False)
+    if shape is not None:
+        options["attn_mask"] = (
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+            if bias
+            else (torch.rand(shape, device="cuda") < 0.8)
+        )
+    sizes = {"seqlen_q": 1024, "head_dim": 128}
+    call = simple_call(4, 16, **{**sizes, **options}).leaves(training)
+    grad_out = gradient_for(call)
+
+    def one_call():
+        out = call.run()
+        return torch.autograd.grad(out, list(call.differentiable().values()), grad_out) if training else out
+
+    def peak():
+        for _ in range(2):
+            one_call()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = one_call()
+        torch.cuda.synchronize()
+        del result
+        return torch.cuda.max_memory_allocated() - before
+
+    with launched():
+        ours = peak()
+    plugin.disable()
+    stock = peak()
+    assert ours <= stock, f"{name}: ours {ours:,} bytes, stock {stock:,} ({ours / stock:.3f} times)"

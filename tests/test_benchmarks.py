@@ -1,0 +1,294 @@
+"""The pure-Python parts of the benchmarks, and their scripts at tiny sizes on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import cases, harness, make_policy, overhead, report, special  # noqa: E402
+
+from common import (  # noqa: E402
+    TOLERANCE_FACTOR,
+    attention_float64,
+    attention_rows_float64,
+    check,
+    expect,
+    gradient_for,
+    judge,
+    random_call,
+    results_of,
+    simple_call,
+    stock_results,
+)
+
+ENVIRONMENT = {"gpu": "NVIDIA H200", "sm_count": 132, "architecture": "sm_90", "torch": "2.11.0", "triton": "3.6.0",
+               "commit": "abc", "date": "2026-01-01", "cudnn": 91900}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- oracle and tolerance
+
+
+def test_oracle_agrees_with_the_math_path_of_pytorch_in_float64():
+    for seed in range(12):
+        call = random_call(seed, "cpu", largest=96)
+        mask = call.attn_mask
+        if mask is not None and mask.is_floating_point():
+            mask = mask.double()
+        tensors = [t.double() for t in (call.query, call.key, call.value)]
+        wide = dataclasses.replace(call, query=tensors[0], key=tensors[1], value=tensors[2], attn_mask=mask)
+        stock = stock_results(wide, None, ("math",))["math"]["out"]
+        assert (attention_float64(wide) - stock).abs().max() < 1e-12, call.describe()
+
+
+def test_oracle_for_some_rows():
+    for causal in (False, True):
+        call = simple_call(1, 2, 50, 70, 16, device="cpu", is_causal=causal)
+        rows = torch.tensor([0, 7, 49])
+        assert torch.equal(attention_rows_float64(call, rows), attention_float64(call)[:, :, rows])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_math_path_passes_the_tolerance_rule_without_being_its_own_measure(seed):
+    call = random_call(seed, "cpu", largest=96)
+    grad_out = gradient_for(call)
+    results = stock_results(call, grad_out, ("math",))["math"]
+    for verdict in check(results, expect(call, grad_out), None, call.describe()):
+        assert verdict.ratio < TOLERANCE_FACTOR
+
+
+def test_an_error_of_three_roundings_fails_the_rule():
+    call = simple_call(1, 2, 64, head_dim=32, device="cpu")
+    grad_out = gradient_for(call)
+    expected = expect(call, grad_out)
+    results = results_of(call, grad_out)
+    assert all(judge(name, result, expected).passed for name, result in results.items())
+    wrong = {name: result * (1 + 4 * torch.finfo(torch.bfloat16).eps) for name, result in results.items()}
+    assert not any(judge(name, result, expected).passed for name, result in wrong.items())
+
+
+def test_a_nan_never_passes_and_a_kernel_that_answers_nan_does_not_compete():
+    call = simple_call(1, 1, 16, head_dim=16, device="cpu")
+    expected = expect(call)
+    nan = torch.full_like(call.query, torch.nan)
+    assert not judge("out", nan, expected).passed
+    verdict = judge("out", results_of(call, None)["out"], expected, {"cudnn": {"out": nan}})
+    assert verdict.passed and verdict.best is None
+
+
+def test_the_best_of_pytorchs_kernels_is_the_measure():
+    call = simple_call(1, 1, 64, head_dim=16, device="cpu")
+    expected = expect(call)
+    exact = expected.values["out"]
+    stock = {"bad": {"out": exact + 1.0}, "worse": {"out": exact + 2.0}}
+    verdict = judge("out", exact + 1.5, expected, stock)
+    assert verdict.passed and verdict.best_kernel == "bad" and verdict.ratio_to_best == pytest.approx(1.5)
+
+
+# -------------------------------------------------------------------------------------------------------------- harness
+
+
+def test_rotations_give_every_contender_every_place():
+    orders = list(harness.rotations(["a", "b", "c"], 3))
+    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+
+
+def test_aa_report_flags_more_than_a_per_cent():
+    assert harness.aa_report({"x": 1.0, "y": 1.005}, "x", "y")["within_limit"]
+    assert not harness.aa_report({"x": 1.0, "y": 0.98}, "x", "y")["within_limit"]
+
+
+def test_meter_on_a_cpu_orders_fast_and_slow():
+    meter = harness.Meter("cpu", rounds=3, round_ms=0.5)
+    small, large = torch.randn(8, 8), torch.randn(512, 512)
+    runs = {"small": harness.Run(lambda: small @ small), "large": harness.Run(lambda: large @ large)}
+    for times in (meter.gpu_times(runs), meter.eager_times(runs)):
+        assert 0 < times["small"] < times["large"]
+    assert meter.peak_memory(runs["small"]) is None
+
+
+def test_results_are_valid_json_after_every_row(tmp_path):
+    path = tmp_path / "deep" / "file.json"
+    results = harness.Results(path, "special", ENVIRONMENT, {"rounds": 5, "out": path})
+    for number in range(3):
+        results.add({"label": str(number)})
+        data = json.loads(path.read_text())
+        assert len(data["rows"]) == number + 1 and not data["complete"]
+    results.finish(["left out"])
+    assert not json.loads(path.read_text())["complete"]
+    results.finish()
+    assert json.loads(path.read_text())["complete"]
+
+
+def test_shards_cover_everything_once():
+    items = list(range(11))
+    assert sorted(item for i in range(4) for item in harness.shard(items, f"{i}/4")) == items
+    assert harness.shard(items, None) is items
+
+
+def test_cases_are_distinct_and_have_inputs_of_their_shapes():
+    everything = cases.grid() + cases.special()
+    assert len(set(everything)) == len(everything) == len({case.label for case in everything})
+    assert len(cases.grid()) == 36
+    assert {case.policy_case for case in everything} == {
+        "dense", "bool_mask", "float_mask", "mask_grad", "dropout", "gqa"
+    }  # fmt: skip
+    for case in {case.smaller(): None for case in everything}:
+        inputs = cases.make_inputs(case, "cpu", training=True)
+        assert inputs.query.shape == (case.batch, case.heads, case.seqlen_q, case.head_dim)
+        assert inputs.grad_out.shape == (case.batch, case.heads, case.seqlen_q, case.head_dim_v)
+        assert len(inputs.differentiable) == 3 + (case.mask == "bias_grad")
+    assert cases.grid()[0].flops == 4 * 32 * 32 * 512 * 512 * 64
+
+
+@pytest.mark.parametrize(
+    ("main", "kind", "arguments"),
+    [(special.main, "special", ["--only", "gqa"]), (overhead.main, "overhead", ["--only", "dense"])],
+)
+def test_scripts_run_at_tiny_sizes_on_a_cpu(tmp_path, capsys, main, kind, arguments):
+    from torch_flashbackend import decisions, policy
+
+    path, judge_before = tmp_path / f"{kind}.json", policy.judge
+    try:
+        assert main(["--device", "cpu", "--smoke", "--out", str(path), *arguments]) == 0
+    finally:
+        policy.judge = judge_before
+        decisions.forget()
+    data = json.loads(path.read_text())
+    assert data["complete"] and data["kind"] == kind and data["rows"]
+    if kind == "special":
+        for row in data["rows"]:
+            assert row["refused"] == {} and row["difference"] < 0.02
+            assert set(row["ms"]) == {"forward", "backward"} and set(row["eager_us"]["training"]) == {"ours", "default"}
+
+
+# ------------------------------------------------------------------------------------------------------- policy, report
+
+
+def measured(case: cases.Case, ours: float, default: float | None, rates=None) -> dict:
+    times = {"ours": ours} if default is None else {"ours": ours, "default": default}
+    return {
+        "label": case.label,
+        "case": case.to_json(),
+        "policy_case": case.policy_case,
+        "refused": {"default": "RuntimeError: no kernel"} if default is None else {},
+        "eager_us": {"forward": times, "training": times} if case.training else {"forward": times},
+        "memory_bytes": {"forward": {"ours": 90, "default": 100}},
+        "tflops": {"forward": rates, "backward": rates} if rates else {},
+        "our_kernels": {"forward": 1},
+    }
+
+
+def results_file(path: Path, kind: str, rows: list[dict], **facts) -> Path:
+    results = harness.Results(path, kind, {**ENVIRONMENT, **facts}, {})
+    for row in rows:
+        results.add(row)
+    results.finish()
+    return path
+
+
+def test_policy_holds_eager_ratios(tmp_path, capsys):
+    decode = next(case for case in cases.special() if case.group == "decode")
+    grid = cases.grid()[0]
+    masked = next(case for case in cases.special() if case.mask == "bias_grad")
+    rows = [measured(decode, 10.0, 20.0), measured(masked, 10.0, None)]
+    files = [
+        results_file(
+            tmp_path / "a.json", "attention", [measured(grid, 100.0, 90.0), {"label": "x", "error": "no memory"}]
+        ),
+        results_file(tmp_path / "b.json", "special", rows),
+    ]
+    out = tmp_path / "policy.json"
+    assert make_policy.main([*map(str, files), "--out", str(out)]) == 0
+    policy = json.loads(out.read_text())
+    assert policy["gpu"] == "NVIDIA H200" and policy["sm_count"] == 132 and policy["commit"] == "abc"
+    by_case = {row["case"]: row for row in policy["rows"]}
+    assert (by_case["dense"]["forward"], by_case["dense"]["training"]) == (0.9, 0.9)
+    assert (by_case["gqa"]["forward"], by_case["gqa"]["training"]) == (2.0, None)
+    assert by_case["mask_grad"]["forward"] == make_policy.REFUSED
+    assert by_case["dense"]["seqlen_q"] == 512 and by_case["dense"]["head_dim_v"] == 64
+
+
+def test_policy_can_be_read_by_the_plugin(tmp_path, monkeypatch):
+    from torch_flashbackend import policy
+
+    file = results_file(tmp_path / "a.json", "attention", [measured(cases.grid()[0], 100.0, 150.0)])
+    folder = tmp_path / "policies"
+    folder.mkdir()
+    (folder / "gpu.json").write_text(make_policy.text_of(make_policy.make_policy([file])))
+    monkeypatch.setattr(policy, "POLICY_FOLDER", folder)
+    policy.policies.cache_clear()
+    try:
+        (found,) = policy.policies().values()
+        assert found.gpu == "NVIDIA H200" and found.rows[0].forward == 1.5
+    finally:
+        monkeypatch.undo()
+        policy.policies.cache_clear()
+
+
+def test_policy_refuses_a_mixture_and_rows_that_stock_ran(tmp_path):
+    row = measured(cases.grid()[0], 1.0, 1.0)
+    one = results_file(tmp_path / "a.json", "attention", [row])
+    other = results_file(tmp_path / "b.json", "special", [row], gpu="NVIDIA A100")
+    with pytest.raises(ValueError, match="gpu"):
+        make_policy.make_policy([one, other])
+    with pytest.raises(ValueError, match="kind"):
+        make_policy.make_policy([results_file(tmp_path / "c.json", "overhead", [row])])
+    stock = results_file(tmp_path / "d.json", "special", [{**row, "our_kernels": {}}])
+    with pytest.raises(ValueError, match="no row"):
+        make_policy.make_policy([stock])
+
+
+def grid_results(folder: Path) -> None:
+    rates = {"ours": 300.0, "default": 250.0, "flash": 310.0}
+    rows = [measured(case, 10.0, 12.5, rates) for case in cases.grid()]
+    results_file(folder / "nvidia_h200_attention.json", "attention", rows)
+    rows = [measured(case, 10.0, 15.0) for case in cases.special()]
+    results_file(folder / "nvidia_h200_special.json", "special", rows)
+    states = {"off": 26.0, "off (again)": 26.1, "auto": 29.0, "sdpa_backend('triton')": 22.0}
+    row = {"label": "dense: backward", "cpu_us": states, "our_kernels_ran": {"sdpa_backend('triton')": True}}
+    results_file(folder / "nvidia_h200_overhead.json", "overhead", [row])
+
+
+def test_report_fills_the_readme_and_check_sees_stale_text(tmp_path, capsys):
+    folder = tmp_path / "results"
+    grid_results(folder)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n")
+    options = ["--results", str(folder), "--readme", str(readme)]
+    assert report.main([*options, "--check"]) == 1
+    assert report.main([*options, "--no-plot"]) == 0
+    assert report.main([*options, "--check"]) == 0
+    text = readme.read_text()
+    assert text.startswith("# Title") and text.endswith("after\n")
+    assert "NVIDIA H200, 132 SMs" in text and "300 (1.20)" in text
+    assert "1.20 times PyTorch's default (worst 1.20), 0.97 times the best peer" in text
+    assert "22.0*" in text and "forward 0.90 times PyTorch's" in text
+
+
+def test_report_draws_the_same_plot_from_the_same_data(tmp_path):
+    pytest.importorskip("matplotlib")
+    grid_results(tmp_path)
+    rows = report.load_results(tmp_path)["NVIDIA H200"]["attention"]["rows"]
+    for name in ("a.svg", "b.svg"):
+        report.draw(rows, "title", tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_readme_says_what_the_results_say():
+    readme = ROOT / "README.md"
+    assert readme.read_text() == report.replace_section(readme.read_text(), report.section(report.RESULTS_DIRECTORY))
+
+
+def test_geometric_mean():
+    assert report.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="nothing"):
+        report.geometric_mean([])

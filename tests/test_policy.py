@@ -1,0 +1,204 @@
+"""From measurements to a decision, with a small policy file of invented numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from torch_flashbackend import policy
+from torch_flashbackend.problem import Problem
+from torch_flashbackend.routing import decide
+
+GPU = "NVIDIA Test 4000"
+
+
+def row(forward, training=None, case="dense", seqlen=1024, **fields):
+    base = {
+        "case": case, "causal": False, "dtype": "bfloat16", "head_dim": 128, "head_dim_v": 128, "batch": 2, "heads": 16,
+        "kv_heads": 16, "seqlen_q": seqlen, "seqlen_k": seqlen, "forward": forward, "training": training,
+    }  # fmt: skip
+    return base | fields
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Make these rows the only measurements there are."""
+
+    def write(*rows, name="test.json", **header):
+        data = {"gpu": GPU, "architecture": "sm_90", "source": "test", "rows": list(rows)} | header
+        (tmp_path / name).write_text(json.dumps(data))
+        policy.policies.cache_clear()
+
+    monkeypatch.setattr(policy, "POLICY_FOLDER", tmp_path)
+    policy.policies.cache_clear()
+    yield write
+    policy.policies.cache_clear()
+
+
+def call(seqlen=1024, head_dim=128, **kwargs):
+    return Problem.from_shapes((2, 16, seqlen, head_dim), gpu=GPU, architecture="sm_80", **kwargs)
+
+
+def takes(*args, **kwargs):
+    return policy.judge(call(*args, **kwargs)).take
+
+
+def test_a_measured_call_is_taken_where_it_was_faster_by_the_margin(install):
+    install(row(1.02))
+    assert takes()
+    install(row(1.01))
+    assert not takes()
+
+
+def test_both_neighbours_in_size_must_be_faster(install):
+    install(row(0.9, seqlen=512), row(1.2, seqlen=2048), row(1.3, seqlen=8192))
+    assert not takes(1024)  # between a slower and a faster one
+    assert takes(4096)  # between two faster ones
+    assert takes(2048)  # at a faster one
+    assert takes(2**17)  # above the largest, which was faster
+    assert not takes(64)  # below the smallest, which was slower
+
+
+def test_measurements_of_one_size_must_agree(install):
+    install(row(1.5, seqlen=1024), row(0.9, seqlen=512, batch=8))
+    assert not takes(1024)
+
+
+def test_nearest_head_dim_at_or_above_else_the_largest(install):
+    install(row(0.9, head_dim=64, head_dim_v=64), row(1.5), row(0.5, head_dim=256, head_dim_v=256))
+    assert [takes(head_dim=d) for d in (64, 72, 128, 136, 256)] == [False, True, True, False, False]
+    install(row(1.5))
+    assert takes(head_dim=256)
+    # Above 256 stock runs other kernels: nothing was measured, and an unusual head_dim is taken.
+    install(row(0.5))
+    assert not takes(head_dim=256)
+    assert policy.judge(call(head_dim=320)).reason == "unmeasured, likely faster: head_dim"
+
+
+def test_equal_head_dims_are_not_judged_by_unequal_ones(install):
+    install(row(0.9, head_dim=192, head_dim_v=128), row(1.5, head_dim=256, head_dim_v=256))
+    assert takes(head_dim=192)
+    assert not takes(head_dim=192, head_dim_v=128)
+
+
+def test_training_and_forward_are_measured_apart(install):
+    install(row(1.5, 0.8), row(0.8, 1.5, causal=True))
+    assert takes()
+    assert not takes(training=True)
+    assert not takes(is_causal=True)
+    assert takes(is_causal=True, training=True)
+
+
+def test_null_is_not_measured(install):
+    install(row(1.5, None))
+    verdict = policy.judge(call(training=True))
+    assert not verdict.take
+    assert verdict.reason == "unmeasured"
+    assert verdict.message == (
+        "no measurement of dense bfloat16 training at head_dim 128 on NVIDIA Test 4000; "
+        "a plain dense call is left to stock"
+    )
+
+
+def test_dtypes(install):
+    install(row(1.5), row(0.9, dtype="float32"), row(1.5, dtype="float32_tf32"))
+    assert takes(dtype=torch.float16)
+    assert not takes(dtype=torch.float32)
+    assert takes(dtype=torch.float32, tf32=True)
+    install(row(1.5), row(0.9, dtype="float16"))
+    assert not takes(dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
+        ({}, ("dense",)),
+        ({"mask": "bool"}, ("bool_mask",)),
+        ({"mask": "float", "training": True}, ("float_mask",)),
+        ({"mask": "float_grad", "training": True}, ("mask_grad",)),
+        ({"dropout_p": 0.1, "kv_heads": 4}, ("dropout", "gqa")),
+        ({"kv_heads": 16}, ("dense",)),
+        ({"mask": "bool", "dropout_p": 0.1}, ("bool_mask", "dropout")),
+    ],
+)
+def test_cases(kwargs, expected):
+    assert policy.cases(call(**kwargs)) == expected
+
+
+def test_every_case_of_a_call_must_be_faster(install):
+    install(row(1.5, case="dropout"), row(0.9, case="gqa"), row(1.5, case="bool_mask"))
+    assert takes(dropout_p=0.1)
+    assert not takes(dropout_p=0.1, kv_heads=4)
+    assert takes(dropout_p=0.1, mask="bool")
+
+
+def test_decoding_is_compared_with_decoding_only(install):
+    install(row(1.5))
+    decode = call(seqlen=1, seqlen_k=2**20)
+    assert policy.judge(decode).reason == "unmeasured"
+    install(row(1.5), row(0.9, seqlen_q=1, seqlen_k=8192))
+    assert policy.judge(decode).reason == "measured slower"
+    install(row(0.9), row(1.5, seqlen_q=1, seqlen_k=8192))
+    assert policy.judge(decode).take
+
+
+def test_symbolic_sizes_use_the_largest_row_and_add_no_guard(install):
+    environment = ShapeEnv()
+    size = environment.create_unbacked_symint()
+    shape = (2, 16, size, 128)
+    symbolic = dataclasses.replace(call(), query_shape=shape, key_shape=shape, value_shape=shape)
+    for largest, expected in ((1.5, True), (0.9, False)):
+        install(row(2.4 - largest, seqlen=512), row(largest, seqlen=8192))
+        assert policy.judge(symbolic).take is expected
+    assert not environment.guards
+
+
+def test_the_message_names_the_ratio_and_the_nearest_measurement(install):
+    install(row(1.31, seqlen=512), row(1.04, seqlen=2048))
+    verdict = policy.judge(call())
+    assert verdict == (
+        True,
+        "measured faster: dense",
+        "1.04 times stock's speed measured at batch 2, heads 16, seqlen 2048, head_dim 128 (dense, forward)",
+    )
+    install(row(1e9, case="gqa", kv_heads=4))
+    assert policy.judge(call(kv_heads=4)).reason == "stock refuses: gqa"
+
+
+def test_another_number_of_multiprocessors_is_another_gpu(install):
+    install(row(1.5), sm_count=132)
+    assert policy.judge(dataclasses.replace(call(), sm_count=132)).take
+    assert not policy.judge(dataclasses.replace(call(), sm_count=16)).take
+    assert policy.judge(call()).take  # asked by name alone
+
+
+def test_a_broken_file_is_left_out_with_a_warning(install, tmp_path):
+    install(row(1.5))
+    (tmp_path / "broken.json").write_text('{"gpu": "NVIDIA H200", "rows": [{"case": "dense"}]}')
+    (tmp_path / "README.md").write_text("not a policy")
+    with pytest.warns(UserWarning, match=r"policy broken\.json left out"):
+        assert set(policy.policies()) == {GPU}
+
+
+def test_routing_follows_the_measurements(install):
+    install(row(1.5), row(0.9, causal=True))
+    assert (decide(call()).backend, decide(call()).reason) == ("triton", "measured faster: dense")
+    slower = decide(call(is_causal=True))
+    assert (slower.backend, slower.reason) == ("stock", "measured slower")
+    assert slower.rejected[0][:2] == ("triton", "policy")
+    assert "0.90 times stock's speed" in slower.rejected[0][2]
+
+
+def test_installed_policies_can_be_read(recwarn):
+    policy.policies.cache_clear()
+    for name, found in policy.policies().items():
+        assert found.gpu == name
+        assert found.rows
+        assert {row.case for row in found.rows} <= {
+            "dense", "bool_mask", "float_mask", "mask_grad", "dropout", "gqa"
+        }  # fmt: skip
+    assert not recwarn.list

@@ -1,0 +1,241 @@
+"""Routing tables: which backend takes which call on which machine, and in what words the others refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from expecttest import TestCase
+
+from torch_flashbackend import policy
+from torch_flashbackend.problem import MaskInfo, Problem
+from torch_flashbackend.routing import AUTO, BACKENDS, decide, first_failure
+
+H200, A100, RTX, AMD = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "AMD Instinct MI300X"
+SHAPE = (2, 16, 4096, 128)
+
+
+def problem(shape=SHAPE, gpu=H200, **kwargs) -> Problem:
+    return Problem.from_shapes(shape, gpu=gpu, **kwargs)
+
+
+def changed(base: Problem, **fields) -> Problem:
+    return dataclasses.replace(base, **fields)
+
+
+class RoutingTest(TestCase):
+    maxDiff = None
+
+    def setUp(self):
+        # Without the measurements that may be installed: these tables are about everything else.
+        self.policies = policy.policies
+        policy.policies = dict
+
+    def tearDown(self):
+        policy.policies = self.policies
+
+    def table(self, **problems: Problem) -> str:
+        lines = []
+        for name, call in problems.items():
+            decision = decide(call)
+            lines.append(f"{name}: {decision.backend} / {decision.layout} / {decision.reason}")
+        return "\n".join(lines)
+
+    def refusal(self, call: Problem, backend: str = "triton") -> str:
+        failed = first_failure(call, backend, automatic=True)
+        self.assertIsNotNone(failed)
+        return f"{failed.name}: {failed.message(call)}"
+
+    def test_what_stock_gets_wrong_is_taken(self):
+        unaligned = changed(problem(), aligned=False)
+        self.assertExpectedInline(
+            self.table(
+                mask_h200=problem(mask="bool"),
+                negative_scale_h200=problem(scale=-0.5),
+                negative_scale_a100=problem(scale=-0.5, gpu=A100),
+                unaligned_h200=unaligned,
+                unaligned_a100=changed(problem(gpu=A100), aligned=False),
+                unaligned_padded=changed(problem((2, 16, 4096, 36), gpu=A100), aligned=False),
+                empty_batch_h200=problem((0, 16, 4096, 128)),
+                empty_batch_a100=problem((0, 16, 4096, 128), gpu=A100),
+                no_keys=problem(seqlen_k=0),
+                no_queries=problem((2, 16, 0, 128)),
+                many_batches=problem((70000, 1, 16, 64), gpu=A100),
+                head_dim_300=problem((2, 16, 4096, 300)),
+                head_dim_512=problem((2, 16, 4096, 512)),
+                rank_3=problem((16, 4096, 128)),
+                only_flash_with_mask=changed(
+                    problem(mask="bool"), sdp_backends=frozenset({"flash"}), stock_backend="error"
+                ),
+            ),
+            """\
+mask_h200: triton / query / stock is wrong: mask in cuDNN
+negative_scale_h200: triton / query / stock is wrong: negative scale in cuDNN
+negative_scale_a100: stock / query / unmeasured
+unaligned_h200: triton / query / stock is wrong: alignment
+unaligned_a100: triton / query / stock is wrong: alignment
+unaligned_padded: triton / query / unmeasured, likely faster: head_dim
+empty_batch_h200: triton / query / stock is wrong: empty batch in cuDNN
+empty_batch_a100: stock / query / nothing to compute
+no_keys: triton / bhsd / stock falls back to math
+no_queries: stock / bhsd / nothing to compute
+many_batches: triton / query / stock refuses: over 65535 batches or heads
+head_dim_300: triton / bhsd / stock falls back to math
+head_dim_512: triton / bshd / unmeasured, likely faster: head_dim
+rank_3: triton / bhsd / stock falls back to math
+only_flash_with_mask: triton / query / stock refuses""",
+        )
+
+    def test_an_unmeasured_gpu_gets_masks_and_unusual_head_dims(self):
+        self.assertExpectedInline(
+            self.table(
+                dense=problem(gpu=RTX),
+                training=problem(gpu=RTX, training=True),
+                causal=problem(gpu=RTX, is_causal=True),
+                dropout=problem(gpu=RTX, dropout_p=0.1),
+                gqa=problem(gpu=RTX, kv_heads=4),
+                zero_scale=problem(gpu=RTX, scale=0.0),
+                bool_mask=problem(gpu=RTX, mask="bool"),
+                bias=problem(gpu=RTX, mask="float"),
+                trained_bias=problem(gpu=RTX, mask="float_grad", training=True),
+                head_dim_36=problem((2, 16, 4096, 36), gpu=RTX),
+                head_dim_v=problem(gpu=RTX, head_dim_v=64),
+                amd=problem(gpu=AMD),
+                amd_mask=problem(gpu=AMD, mask="bool"),
+                cpu=problem(gpu="cpu"),
+                mps=problem(gpu="mps", mask="bool"),
+            ),
+            """\
+dense: stock / query / unmeasured
+training: stock / query / unmeasured
+causal: stock / query / unmeasured
+dropout: stock / query / unmeasured
+gqa: stock / query / unmeasured
+zero_scale: stock / query / unmeasured
+bool_mask: triton / bshd / unmeasured, likely faster: bool_mask
+bias: triton / bshd / unmeasured, likely faster: float_mask
+trained_bias: triton / bshd / unmeasured, likely faster: mask_grad
+head_dim_36: triton / query / unmeasured, likely faster: head_dim
+head_dim_v: triton / bshd / unmeasured, likely faster: head_dim
+amd: stock / query / unmeasured
+amd_mask: triton / bshd / unmeasured, likely faster: bool_mask
+cpu: stock / query / device
+mps: stock / query / device""",
+        )
+
+    def test_messages_have_the_callers_words_and_numbers(self):
+        half = problem(mask="bool")
+        self.assertExpectedInline(
+            "\n".join(
+                self.refusal(call)
+                for call in (
+                    problem(gpu="cpu"),
+                    problem(gpu="Tesla T4"),
+                    problem((2, 16, 4096, 600)),
+                    problem(head_dim_v=513),
+                    problem((2, 16, 4096, 0)),
+                    problem(dtype=torch.float64),
+                    problem(),
+                    changed(half, sdp_backends=frozenset({"efficient", "math"})),
+                    changed(half, transforms=True),
+                    changed(half, tensor_types=("DTensor",), query_shape=(), key_shape=(), value_shape=()),
+                    changed(half, key_dtype=torch.float16),
+                    changed(half, devices=("cuda:0", "cpu")),
+                    changed(half, key_shape=(16, 4096, 128)),
+                    changed(half, key_shape=(2, 16, 4096, 64)),
+                    changed(half, value_shape=(2, 16, 4095, 128)),
+                    changed(problem(), key_shape=(2, 4, 4096, 128), value_shape=(2, 4, 4096, 128)),
+                    problem(kv_heads=3),
+                    changed(half, is_causal=True),
+                    changed(half, mask=dataclasses.replace(half.mask, dtype=torch.int32)),
+                    changed(half, mask=dataclasses.replace(half.mask, dtype=torch.float16)),
+                    changed(half, mask=dataclasses.replace(half.mask, shape=(4, 1, 4096, 4096))),
+                    changed(half, mask=dataclasses.replace(half.mask, shape=(4096,))),
+                    problem(dropout_p=1.5),
+                    problem(scale=float("nan")),
+                )
+            ),
+            """\
+device: the tensors are on cpu; the triton backend runs on NVIDIA and AMD GPUs
+architecture: Tesla T4 is sm_75; the triton backend needs compute capability 8.0 (sm_80) or later, or an AMD GPU
+head_dim: head_dim 600 is not supported by the triton backend (largest: 512)
+value head_dim: value head_dim 513 is not supported by the triton backend (largest: 512)
+head_dim: head_dim 0 is not supported by the triton backend (smallest: 1)
+dtype: float64 is not supported by the triton backend (float16, bfloat16, float32)
+policy: no measurements for NVIDIA H200; a plain dense call is left to stock
+sdpa_kernel: torch.nn.attention.sdpa_kernel (or torch.backends.cuda) allows efficient, math here; torch_flashbackend counts as FLASH_ATTENTION, which is not among these
+transform: a torch.func transform or forward-mode AD is active, which works on stock's operations
+tensor type: DTensor: only plain tensors are taken, so that the type's own rules apply
+dtypes: query, key and value have several dtypes: bfloat16, float16, bfloat16
+devices: query, key, value and attn_mask are on several devices: cuda:0, cpu
+rank: query, key and value need one rank, 2 or more; got 4, 3 and 4 dimensions
+shapes: query [2, 16, 4096, 128], key [2, 16, 4096, 64] and value [2, 16, 4096, 128] do not fit: key needs the query's head_dim, value the key's length
+shapes: query [2, 16, 4096, 128], key [2, 16, 4096, 128] and value [2, 16, 4095, 128] do not fit: key needs the query's head_dim, value the key's length
+batch: batch and heads of query [2, 16], key [2, 4] and value [2, 4] do not broadcast (enable_gqa=True shares key and value heads)
+kv heads: enable_gqa with 16 query heads, 3 key heads and 3 value heads: key and value need one number that divides the query's
+mask and is_causal: attn_mask is given together with is_causal=True, which is stock's to judge
+mask dtype: attn_mask is int32; allowed: bool, float32, bfloat16
+mask dtype: attn_mask is float16; allowed: bool, float32, bfloat16
+mask shape: attn_mask [4, 1, 4096, 4096] does not broadcast to the scores of query [2, 16, 4096, 128] and key [2, 16, 4096, 128]
+mask shape: attn_mask [4096] does not broadcast to the scores of query [2, 16, 4096, 128] and key [2, 16, 4096, 128]
+dropout_p: dropout_p 1.5 is not between 0 and 1
+scale: scale nan is not a finite number""",  # noqa: E501
+        )
+
+    def test_a_choice_by_hand_skips_the_measurements_only(self):
+        dense = problem()
+        self.assertEqual(decide(dense).backend, "stock")
+        taken = decide(dense, ("triton", "stock"))
+        self.assertEqual((taken.backend, taken.reason), ("triton", "asked for"))
+        flash_off = changed(dense, sdp_backends=frozenset({"cudnn"}))
+        self.assertEqual(decide(flash_off, ("triton", "stock")).backend, "stock")
+        self.assertEqual(decide(problem(gpu="cpu"), ("triton", "math", "stock")).backend, "math")
+        self.assertEqual(decide(problem(dtype=torch.float64), ("triton", "math")).backend, "math")
+
+    def test_refusal_by_all_is_an_error_that_names_each_condition(self):
+        with self.assertRaises(RuntimeError) as caught:
+            decide(changed(problem((2, 16, 64, 600)), dropout_p=2.0), ("triton", "math"))
+        self.assertExpectedInline(
+            str(caught.exception),
+            """\
+no backend among triton, math takes this call (query [2, 16, 64, 600] bfloat16, dropout_p 2 on NVIDIA H200):
+  triton: dropout_p 2.0 is not between 0 and 1
+  math: dropout_p 2.0 is not between 0 and 1
+Add "stock" to sdpa_backend(...) to let PyTorch run what the others do not take.""",
+        )
+        with self.assertRaisesRegex(ValueError, "there is no backend 'cuda'"):
+            decide(problem(), ("cuda",))
+
+    def test_broadcasting_as_in_the_math_path(self):
+        def takes(query, key, value, mask=None, **kwargs):
+            call = changed(problem(query), query_shape=query, key_shape=key, value_shape=value, **kwargs)
+            if mask is not None:
+                call = changed(call, mask=MaskInfo(torch.bool, mask, (1,) * len(mask), False, "cuda"))
+            return first_failure(call, "triton", automatic=False) is None
+
+        q = (2, 4, 8, 16)
+        self.assertTrue(takes(q, (1, 4, 8, 16), (2, 1, 8, 16)))
+        self.assertTrue(takes((1, 4, 8, 16), q, q))
+        self.assertTrue(takes((3, 2, 4, 8, 16), (1, 2, 4, 8, 16), (3, 1, 4, 8, 16), (3, 1, 1, 8, 8)))
+        self.assertTrue(takes((8, 16), (9, 16), (9, 16), (8, 9)))
+        self.assertTrue(takes(q, (2, 2, 8, 16), (2, 2, 8, 16), (2, 4, 8, 1), enable_gqa=True))
+        self.assertTrue(takes(q, q, q, (4, 8, 8)))
+        self.assertFalse(takes(q, (2, 2, 8, 16), (2, 2, 8, 16)))
+        self.assertFalse(takes(q, (2, 2, 8, 16), (2, 1, 8, 16), enable_gqa=True))
+        self.assertFalse(takes((8, 16), (8, 16), (8, 16), enable_gqa=True))
+        # The mask must fit the scores, which do not have the value's batch.
+        self.assertFalse(takes((1, 4, 8, 16), (1, 4, 8, 16), q, (2, 1, 8, 8)))
+        self.assertFalse(takes(q, q, q, (1, 2, 4, 8, 8)))
+        self.assertFalse(takes(q, q, q, (2, 4, 8, 7)))
+
+    def test_transforms_matter_above_autograd_only(self):
+        below = changed(problem(mask="bool"), transforms=True, entry="_scaled_dot_product_efficient_attention")
+        self.assertEqual(decide(below).backend, "triton")
+
+    def test_the_speed_constraint_is_the_last_one(self):
+        self.assertEqual(BACKENDS["triton"].constraints[-1].name, "policy")
+        self.assertEqual(tuple(BACKENDS), ("triton", "math", "stock"))
+        self.assertEqual(AUTO, ("triton", "stock"))
+        for backend in BACKENDS.values():
+            names = [constraint.name for constraint in backend.constraints]
+            self.assertEqual(len(names), len(set(names)))

@@ -1,0 +1,64 @@
+"""The public names of torch_flashbackend, each loaded when it is first used (PEP 562).
+
+Importing this package costs next to nothing: `import torch` itself imports it, through the entry point in autoload.py,
+while torch is still half imported. So nothing may be imported here, torch included.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .direct import attention
+    from .explain import explain
+    from .override import disable, enable, is_enabled
+    from .selection import sdpa_backend
+    from .stats import stats
+    from .verify import verify
+
+__version__ = "0.1.0"
+__all__ = ["attention", "disable", "enable", "explain", "is_enabled", "sdpa_backend", "stats", "verify"]
+
+_HOME = {
+    "attention": "direct",
+    "disable": "override",
+    "enable": "override",
+    "explain": "explain",
+    "is_enabled": "override",
+    "sdpa_backend": "selection",
+    "stats": "stats",
+    "verify": "verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    # Importing the submodule `attention` has just bound that name to the module; this puts the function there.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _activate() -> Any:
+    from . import override
+
+    return override.activate()
+
+
+def _offer_to_torch() -> None:
+    """Make torch.nn.attention.activate_flash_attention_impl("flashbackend") known: one entry in a dictionary."""
+    attention = sys.modules.get("torch.nn.attention")
+    register = getattr(attention, "register_flash_attention_impl", None)
+    if register is not None:
+        register("flashbackend", register_fn=_activate)
+
+
+_offer_to_torch()

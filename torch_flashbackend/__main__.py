@@ -1,0 +1,132 @@
+"""The command line: python -m torch_flashbackend explain ..., python -m torch_flashbackend info.
+
+May import everything of the package that needs no GPU. Imported by nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from . import __version__, policy
+from .explain import explain_problem, other_implementations, plugin_enabled
+from .problem import Problem
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0, or 2 for arguments that make no sense."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command == "info":
+        print(_info())
+        return 0
+    try:
+        problem = Problem.from_shapes(
+            options.shape,
+            dtype=DTYPES[options.dtype],
+            kv_heads=options.kv_heads,
+            seqlen_k=options.seqlen_k,
+            head_dim_v=options.head_dim_v,
+            mask=options.mask,
+            is_causal=options.causal,
+            dropout_p=options.dropout,
+            scale=options.scale,
+            training=options.training,
+            gpu=_full_name(options.gpu),
+            architecture=options.architecture,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    # A question of the command line is about programs that use the plugin, not about this process.
+    explanation = explain_problem(problem, here=False)
+    print(json.dumps(explanation.as_dict(), indent=2) if options.json else explanation)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_flashbackend", description="Questions to torch_flashbackend. None needs a GPU."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions, GPU, the measurements in force, is the plugin on")
+    explain = commands.add_parser("explain", help="which kernel a call runs on, and why")
+    explain.add_argument(
+        "--shape", type=_shape, required=True, metavar="B,H,S,D", help="query: batch,heads,seqlen,head_dim"
+    )
+    explain.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    explain.add_argument("--kv-heads", type=int, help="heads of key and value, for grouped-query attention")
+    explain.add_argument("--seqlen-k", type=int, help="length of key and value")
+    explain.add_argument("--head-dim-v", type=int, help="head_dim of value")
+    explain.add_argument("--causal", action="store_true")
+    explain.add_argument(
+        "--mask", choices=("bool", "float", "float_grad"), help="an attn_mask; float_grad is a bias that is trained"
+    )
+    explain.add_argument("--dropout", type=float, default=0.0, metavar="P")
+    explain.add_argument("--scale", type=float)
+    explain.add_argument("--training", action="store_true", help="with gradients")
+    explain.add_argument("--gpu", help='another machine\'s GPU, for example "NVIDIA H200"; or cpu, mps')
+    explain.add_argument("--architecture", help="for a GPU whose name is not known here: sm_90, gfx942, ...")
+    explain.add_argument("--json", action="store_true")
+    return parser
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        shape = ()
+    if len(shape) < 2 or min(shape) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape: give numbers with commas, like 2,16,4096,128")
+    return shape
+
+
+def _full_name(gpu: str | None) -> str | None:
+    """A measured GPU's whole name for a part of it, where only one fits: "H200" is "NVIDIA H200"."""
+    fitting = [name for name in policy.policies() if gpu and gpu.lower() in name.lower()]
+    return fitting[0] if len(fitting) == 1 else gpu
+
+
+def _info() -> str:
+    rows = [
+        ("torch_flashbackend", __version__),
+        ("torch", torch.__version__),
+        ("triton", _version("triton")),
+        ("python", sys.version.split()[0]),
+        ("CUDA / HIP", torch.version.cuda or torch.version.hip or "none in this build of torch"),
+    ]
+    measured = policy.policies()
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            found = measured.get(properties.name)
+            if found is not None and found.sm_count not in (None, properties.multi_processor_count):
+                found = None
+            used = f"{len(found.rows)} measurements, {found.source}" if found else "no measurements"
+            rows.append((f"GPU {index}", f"{properties.name}, {properties.multi_processor_count} SMs; {used}"))
+    else:
+        rows.append(("GPU", "none: nothing changes on this machine"))
+    rows.append(("measured GPUs", ", ".join(sorted(measured)) or "none"))
+    variable = os.environ.get("TORCH_FLASHBACKEND")
+    state = "on" if plugin_enabled() else "off"
+    rows.append(("plugin", f"{state} (TORCH_FLASHBACKEND={variable})" if variable else f"{state} in this process"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([*(f"{name:<{width}}  {text}" for name, text in rows), *other_implementations()])
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

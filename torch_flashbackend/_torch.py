@@ -1,0 +1,248 @@
+"""Every private name of torch that the plugin's rules use, one function each, with what breaks if it goes.
+
+May import torch only. Imported by problem, stock, routing, verify and the hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend
+
+
+def transforms_active() -> bool:
+    """Is a functorch transform (grad, vmap, jvp ...) or a forward-mode AD level active in this thread? 25 to 50 ns.
+
+    If these names go: torch.func.jvp and forward AD would lose tangents silently, so the plugin must not start.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def sdp_priority_order() -> tuple[int, ...]:
+    """The order in which stock tries its backends, as values of SDPBackend.
+
+    If the name goes: sdpa_kernel(..., set_priority=True) is not seen, and the order is taken to be the default.
+    """
+    try:
+        return tuple(torch._C._get_sdp_priority_order())
+    except AttributeError:
+        return ()
+
+
+def fused_sdp_choice(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> SDPBackend | None:
+    """Which backend stock would run for this call, by its own rules; None where it does not say. Some microseconds.
+
+    If the name goes, or refuses: `stock.estimate` answers, which has the rules of the supported versions.
+    """
+    try:
+        choice = torch._fused_sdp_choice(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return SDPBackend(choice)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
+        return None
+
+
+def surely(condition: Any) -> bool:
+    """Is a condition on sizes true, as far as can be said without adding a guard to the graph being traced?
+
+    If the name goes: conditions on symbolic sizes count as unknown, so False.
+    """
+    if isinstance(condition, bool):
+        return condition
+    try:
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+    except ImportError:
+        return False
+    return statically_known_true(condition)
+
+
+def guarded(condition: Any) -> bool:
+    """Is a condition on sizes true? Adds a guard for a symbolic one; False for one that depends on data.
+
+    If the name goes: `bool` does the same, and raises for sizes that depend on data.
+    """
+    if isinstance(condition, bool):
+        return condition
+    try:
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+    except ImportError:
+        return bool(condition)
+    return guard_or_false(condition)
+
+
+# What follows belongs to the hooks. Names bound at import instead of functions are called on the path of every
+# attention call, where a wrapper would cost more than what it wraps.
+
+functorch_active = torch._C._are_functorch_transforms_active
+"""Half of `transforms_active`, 25 ns; forward_ad._current_level is the other half. Breaks as said there."""
+
+stock_sdpa = torch._C._nn.scaled_dot_product_attention
+"""The function that torch.nn.functional exports, whatever others have put in its place there. Public under that
+other name, so that going would mean that scaled_dot_product_attention itself has gone."""
+
+function_modes = torch._C._len_torch_function_stack
+"""How many TorchFunctionModes are active. If it goes: replace it by `lambda: 1`, which is right and slower."""
+
+exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
+"""Exclude a dispatch key in this thread, as torch.inference_mode does. If it goes: override.py must always use
+the boxed handle, which costs 1 µs more."""
+
+ANY_KEYSET = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeImplicitAutograd)
+"""What a boxed kernel is given that does not look at its keyset."""
+
+is_functional_tensor = torch._is_functional_tensor
+"""Is this a tensor wrapped by functionalization? If it goes: only FunctionalTensor, told by its type, holds such."""
+
+flash_enabled = torch._C._get_flash_sdp_enabled
+efficient_enabled = torch._C._get_mem_efficient_sdp_enabled
+math_enabled = torch._C._get_math_sdp_enabled
+cudnn_enabled = torch._C._get_cudnn_sdp_enabled
+deterministic_enabled = torch._C._get_deterministic_algorithms
+"""What torch.backends.cuda.*_sdp_enabled and torch.are_deterministic_algorithms_enabled return, 15 ns each. If one
+goes: use those."""
+
+
+priority_order = torch._C._get_sdp_priority_order
+"""`sdp_priority_order`, as a list. If it goes: as said there."""
+
+
+def keyset_bits(*keys: str) -> int:
+    """The dispatch key set of these keys as an integer, as DispatchKeySet.raw_repr() of a call gives it.
+
+    If raw_repr goes: the hooks cannot tell plain tensors from traced ones cheaply and must not start.
+    """
+    bits = 0
+    for key in keys:
+        bits |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)).raw_repr()
+    return bits
+
+
+def dispatch_key(name: str) -> Any:
+    """torch._C.DispatchKey.<name>. If it goes: nothing here works."""
+    return getattr(torch._C.DispatchKey, name)
+
+
+def python_kernel_registered(op: str, key: str) -> bool:
+    """Has another Python library already put a kernel on aten::<op> at this dispatch key?
+
+    If torch.library._impls goes: registering raises (torch 2.11) or warns (later) by itself, in torch's words.
+    """
+    return f"aten/{op}/{key}" in getattr(torch.library, "_impls", ())
+
+
+def kernel_handle(op: str, key: str) -> Any:
+    """Stock's kernel of aten::<op> at this dispatch key, with `call_boxed(keyset, *args, **kwargs)`; None if there is
+    none (a build without CUDA). The function is public, the class that it returns is not.
+    """
+    try:
+        return torch.library.get_kernel(f"aten::{op}", key)
+    except RuntimeError:
+        return None
+
+
+def clear_dispatch_cache(op: str) -> None:
+    """Make AOT tracing look up the kernels of aten::<op> again: it remembers them per op, and nothing else clears that.
+
+    If `_dispatch_cache` goes: test_compile.py's test of compiling before enabling fails.
+    """
+    for overload in getattr(torch.ops.aten, op).overloads():
+        getattr(getattr(torch.ops.aten, op), overload)._dispatch_cache.clear()
+
+
+def destroy_library(library: torch.library.Library) -> None:
+    """Unregister everything that a Library has registered, now and not when Python collects it.
+
+    If `_destroy` goes: dropping the last reference does the same.
+    """
+    library._destroy()
+
+
+def exclude_keys(*keys: str) -> Any:
+    """Context manager: these dispatch keys are skipped in this thread. If it goes: `torch.autocast(enabled=False)`."""
+    keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, keys[0]))
+    for key in keys[1:]:
+        keyset = keyset | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return torch._C._ExcludeDispatchKeyGuard(keyset)
+
+
+def float32_precision() -> Any:
+    """The user's setting for float32 matmuls on CUDA devices, in whatever form tells two settings apart. 60 ns.
+
+    If the name goes: torch.backends.cuda.matmul.fp32_precision says the same, more slowly.
+    """
+    return torch._C._get_fp32_precision_getter("cuda", "matmul")
+
+
+def allows_tf32() -> bool:
+    """May float32 matrix products on CUDA use TF32? 0.2 us.
+
+    Reads the setting where both of torch's interfaces (allow_tf32 and fp32_precision) arrive; the public getter of the older
+    one raises once the newer was used. If the name goes: TF32 counts as not allowed, which is slower and never wrong.
+    """
+    try:
+        return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+    except AttributeError:
+        return False
+
+
+dispatch_modes = torch._C._len_torch_dispatch_stack
+"""How many TorchDispatchModes are active (fake tensors, tracing). If it goes: `lambda: 1`, right and slower."""
+
+
+class _ThreadMark(threading.local):
+    stock = False
+
+
+thread_mark = _ThreadMark()
+"""`stock` is True in a thread while a call that has been left to stock runs: the kernel hook must not judge it."""
+
+
+@functools.cache
+def composite_sdpa() -> Any:
+    """Stock's scaled_dot_product_attention itself, whatever is registered on top of it: one C++ function, the same for
+    every device. It takes a keyset, as every kernel does, and does not look at it.
+    """
+    return kernel_handle("scaled_dot_product_attention", "CPU")
+
+
+def function_mode_stack() -> tuple[Any, ...]:
+    """The TorchFunctionModes that are active in this thread, innermost last.
+
+    If the name goes: `explain` does not see sdpa_backend blocks, and says what would run outside of them.
+    """
+    stack = getattr(torch.overrides, "_get_current_function_mode_stack", None)
+    return tuple(stack()) if stack is not None else ()
+
+
+def tensor_guard(tensors: tuple[Tensor, ...]) -> Any:
+    """A function that says, of as many tensors, whether they are like these: type, dispatch keys (with the modes that
+    are active), dtype, device, sizes, strides, and whether they require grad in the present grad mode. One call into
+    C++, 0.3 µs for three tensors, where reading the same from Python costs 2.5 µs. It keeps no tensor alive.
+
+    None if the class goes (Dynamo has others of its kind): look-ups then take the long way, 3 µs more.
+    """
+    try:
+        # The arguments say which sizes must match; None in place of a number would let any pass.
+        guards = torch._C._dynamo.guards.TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+        )
+        return guards.check if guards.check(*tensors) else None
+    except (AttributeError, RuntimeError, TypeError, SystemError):
+        return None

@@ -1,0 +1,529 @@
+"""The kernel hook: stock's fused attention kernels, and their backwards, replaced below autograd where ours are faster.
+
+May import `_torch.py` and decisions.py at the top, ops.py when a call is taken. Imported by override.py.
+
+Calls that never pass F.scaled_dot_product_attention's AutogradCUDA kernel arrive here: tensors made in inference mode,
+nested tensors, vmap, context parallel, programs compiled while the plugin was off, and who calls
+torch.ops.aten._scaled_dot_product_flash_attention by name. PyTorch's autograd, fake tensors, DTensor and functorch keep
+working around the operators, so each one must be answered exactly as its schema and its meta function say
+(torch/_meta_registrations.py): shapes, strides, dtypes, padding, and the outputs that are no tensor.
+
+A forward of ours may meet stock's backward and the other way round, so both sides write and read stock's logsumexp.
+For a row with every key masked that is +inf in efficient's and flash's, -inf in ours: written as stock's, read as
+either.
+
+What costs a call that is not taken least: a hook is a Python call around a kernel of C++, 5 µs. So
+- a call that the call hook has left to stock is marked, and only passed on here;
+- no backward is hooked until a forward of the same kind has been taken: a program of which nothing is taken never pays.
+Dropout is stock's here: its seed and offset come out of the operators in stock's own generator's terms.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _torch, decisions
+
+__all__ = ["BACKWARDS", "FORWARDS", "KernelHook"]
+
+FLASH = "_scaled_dot_product_flash_attention"
+EFFICIENT = "_scaled_dot_product_efficient_attention"
+CUDNN = "_scaled_dot_product_cudnn_attention"
+FLASH_FORWARD = "_flash_attention_forward"
+FORWARDS = (FLASH, EFFICIENT, CUDNN, FLASH_FORWARD)
+# By the forward that makes hooking them worth while.
+BACKWARDS = {
+    FLASH: "_scaled_dot_product_flash_attention_backward",
+    EFFICIENT: "_scaled_dot_product_efficient_attention_backward",
+    CUDNN: "_scaled_dot_product_cudnn_attention_backward",
+    FLASH_FORWARD: "_flash_attention_backward",
+}
+# The efficient kernel pads each row of its logsumexp to this many entries, and its bias gradient's rows to that many.
+LOGSUMEXP_ALIGNMENT = 32
+BIAS_ALIGNMENT = 16
+
+_TRAINING = frozenset(BACKWARDS.values())
+_mark = _torch.thread_mark
+_flash_enabled = _torch.flash_enabled
+
+
+class KernelHook:
+    """The hooks on stock's kernels at one dispatch key: CUDA, which ROCm builds use as well."""
+
+    def __init__(self, key: str | None) -> None:
+        """key: None hooks nothing."""
+        self.key = key
+        self._library: torch.library.Library | None = None
+        self._lock = threading.Lock()
+        self._hooked: list[str] = []
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """Names of the aten ops that this may override, now or later."""
+        return (*FORWARDS, *BACKWARDS.values()) if self.key is not None else ()
+
+    def register(self, refuse_if_taken: Callable[[str, str], None]) -> None:
+        """Hook the forwards. refuse_if_taken(op, key) raises where another library has a kernel."""
+        if self.key is None:
+            return
+        for op in self.ops:
+            refuse_if_taken(op, self.key)
+        with self._lock:
+            self._library = torch.library.Library("aten", "IMPL")
+            for op in FORWARDS:
+                self._hook(op)
+
+    def unregister(self) -> None:
+        """Put stock's kernels back. Does nothing the second time."""
+        with self._lock:
+            library, self._library = self._library, None
+            self._hooked.clear()
+            if library is not None:
+                _torch.destroy_library(library)
+
+    def _hook(self, op: str) -> None:
+        assert self.key is not None and self._library is not None
+        stock = _torch.kernel_handle(op, self.key)
+        if stock is None and self.key == "CUDA":
+            return  # A build without CUDA: nobody can call it.
+        self._hooked.append(op)
+        with warnings.catch_warnings():
+            # torch says so when a kernel of C++ is overridden, which is what we are here for.
+            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
+            self._library.impl(op, _MAKERS[op](self, stock), self.key, with_keyset=True)
+
+    def forward_taken(self, op: str) -> None:
+        """Hook the backward of `op`, if that has not been done yet."""
+        backward = BACKWARDS[op]
+        if backward in self._hooked:
+            return
+        with self._lock:
+            if self._library is not None and backward not in self._hooked:
+                self._hook(backward)
+
+
+def _entry_for(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> decisions.Entry:
+    """The decision about a dense call, all tensors [B, H, S, D]. A backward counts as a call that needs gradients."""
+    gqa = key.shape[1] != query.shape[1]
+    grad_mode = op in _TRAINING or torch.is_grad_enabled()
+    tensors = (query, key, value) if attn_bias is None else (query, key, value, attn_bias)
+    among = decisions.recent if attn_bias is None else decisions.recent_with_mask
+    rest = decisions.settings(0.0, is_causal, scale, gqa, op)
+    entry = decisions.find(among, rest, *tensors)
+    if entry is None:
+        with torch.set_grad_enabled(grad_mode):
+            arguments = (query, key, value, attn_bias, 0.0, is_causal, scale, gqa)
+            keep_as = decisions.signature(*arguments, grad_mode, op)
+            entry = decisions.cache.get(keep_as)
+            if entry is None:
+                entry = decisions.decide(*arguments, op, keep_as=keep_as)
+                entry.taken = entry.decision.backend == "triton"
+        decisions.remember(among, rest, entry, *tensors)
+    entry.decision.calls += 1
+    return entry
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, heads: int) -> bool:
+    """Shapes that stock's kernels accept; others it rejects in its own words. heads: the dimension of heads."""
+    return (
+        query.dim() == key.dim() == value.dim() == 4
+        and query.shape[0] == key.shape[0] == value.shape[0]
+        and key.shape[:3] == value.shape[:3]
+        and query.shape[3] == key.shape[3]
+        and key.shape[heads] > 0
+        and query.shape[heads] % key.shape[heads] == 0
+    )
+
+
+def _flash_takes(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, seqlen: int) -> bool:
+    """What the flash kernels accept beyond that. Their causal mask is aligned bottom right, ours top left."""
+    return (
+        query.shape[3] == value.shape[3]
+        and query.shape[3] % 8 == 0
+        and query.shape[3] <= 256
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and (not is_causal or query.shape[seqlen] == key.shape[seqlen])
+    )
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, layout: str
+) -> tuple[Tensor, Tensor]:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out, logsumexp = torch.ops.flashbackend.attention_forward.default(
+        query, key, value, mask, None, 0.0, is_causal, scale, layout
+    )
+    # With a float mask, [2, B, H, S]: the second half is what rounding cut off, which stock has no place for.
+    return out, logsumexp[0] if logsumexp.dim() == 4 else logsumexp
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients in the memory order of their inputs, as torch.empty_like gives it: what flash and cuDNN promise too."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    logsumexp = logsumexp.contiguous()
+    if mask is not None:
+        logsumexp = torch.stack((logsumexp, torch.zeros_like(logsumexp)))
+    return torch.ops.flashbackend.attention_backward.default(
+        grad_out, query, key, value, mask, out, logsumexp, None, 0.0, is_causal, scale, wanted
+    )
+
+
+def _random_state(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Flash's rng_state and its unused companion. Without dropout nobody reads them."""
+    if torch.version.hip is not None:
+        return (
+            torch.empty((), dtype=torch.int64, device=query.device),
+            torch.empty((), dtype=torch.int64, device=query.device),
+        )
+    return (
+        torch.empty(2, dtype=torch.uint64, device=query.device),
+        torch.empty((), dtype=torch.uint64, device=query.device),
+    )
+
+
+def _seed_and_offset(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the efficient and cuDNN kernels."""
+    return (
+        torch.empty((), dtype=torch.int64, device=query.device),
+        torch.empty((), dtype=torch.int64, device=query.device),
+    )
+
+
+def _without_minus_infinity(logsumexp: Tensor) -> Tensor:
+    """Rows without a key as stock's kernels mark them, so that their backward gives zeros and not NaN."""
+    return logsumexp.masked_fill_(logsumexp == -float("inf"), float("inf"))
+
+
+def _call_stock(stock: Any, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run stock's kernel, marked: some call another of the hooked operators in turn."""
+    before, _mark.stock = _mark.stock, True
+    try:
+        return stock.call_boxed(keyset, *args, **kwargs)
+    finally:
+        _mark.stock = before
+
+
+def _make(op: str, forward: bool, answer: Callable[..., Any]) -> Callable[[KernelHook, Any], Callable[..., Any]]:
+    """A hook: `answer(*args, **kwargs)` returns None for a call that stays stock's."""
+
+    def make(owner: KernelHook, stock: Any) -> Callable[..., Any]:
+        call_boxed = stock.call_boxed if stock is not None else None
+
+        def hook(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if _mark.stock:
+                return call_boxed(keyset, *args, **kwargs)
+            # An explicit sdpa_kernel(CUDNN_ATTENTION) stays cuDNN's.
+            if _flash_enabled():
+                try:
+                    result = answer(*args, **kwargs)
+                except decisions.kernel_failures() as error:
+                    decisions.warn_once(f"PyTorch runs {op} instead of ours: {decisions.first_line(error)}")
+                    result = None
+                if result is not None:
+                    if forward:
+                        owner.forward_taken(op)
+                    return result
+            return _call_stock(stock, keyset, args, kwargs)
+
+        return hook
+
+    return make
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    if dropout_p > 0.0 or return_debug_mask or not _dense(query, key, value, 1):
+        return None
+    if not _flash_takes(query, key, value, is_causal, 2):
+        return None
+    if not _entry_for(FLASH, query, key, value, None, is_causal, scale).taken:
+        return None
+    out, logsumexp = _forward(query, key, value, None, is_causal, scale, "query")
+    empty_mask = torch.empty(0, dtype=query.dtype, device=query.device)
+    return (out, logsumexp, None, None, query.shape[2], key.shape[2], *_random_state(query), empty_mask)
+
+
+def _flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:
+    """Dense form only, tensors [B, S, H, D]: packed sequences of different lengths are stock's."""
+    special = (cum_seq_q, cum_seq_k, seqused_k, alibi_slopes, block_table, num_splits)
+    if any(argument is not None for argument in special) or dropout_p > 0.0 or return_debug_mask:
+        return None
+    if _windowed(window_size_left, window_size_right) or not _dense(query, key, value, 2):
+        return None
+    if not _flash_takes(query, key, value, is_causal, 1):
+        return None
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if not _entry_for(FLASH_FORWARD, query, key, value, None, is_causal, scale).taken:
+        return None
+    out, logsumexp = _forward(query, key, value, None, is_causal, scale, "query")
+    empty_mask = torch.empty(0, dtype=query.dtype, device=query.device)
+    return (out.transpose(1, 2), logsumexp, *_random_state(query), empty_mask)
+
+
+def _windowed(left: int | None, right: int | None) -> bool:
+    return (left is not None and left >= 0) or (right is not None and right >= 0)
+
+
+def _efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    if dropout_p > 0.0 or not _dense(query, key, value, 1) or query.shape[1] != key.shape[1]:
+        return None
+    if attn_bias is not None and (is_causal or not _bias_fits(attn_bias, query, key)):
+        return None
+    if not _entry_for(EFFICIENT, query, key, value, attn_bias, is_causal, scale).taken:
+        return None
+    if not compute_log_sumexp:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        out = torch.ops.flashbackend.attention.default(
+            query, key, value, attn_bias, None, 0.0, is_causal, scale, "bshd"
+        )
+        logsumexp = torch.empty((*query.shape[:2], 0), dtype=torch.float32, device=query.device)
+        return (out, logsumexp, *_seed_and_offset(query))
+    out, logsumexp = _forward(query, key, value, attn_bias, is_causal, scale, "bshd")
+    padding = 0 if torch.version.hip is not None else -query.shape[2] % LOGSUMEXP_ALIGNMENT
+    if padding:
+        logsumexp = torch.nn.functional.pad(logsumexp, (0, padding), value=float("inf"))
+    if attn_bias is not None or key.shape[2] == 0:
+        logsumexp = _without_minus_infinity(logsumexp)
+    return (out, logsumexp.contiguous(), *_seed_and_offset(query))
+
+
+def _cudnn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    if dropout_p > 0.0 or return_debug_mask or not _dense(query, key, value, 1):
+        return None
+    if query.dtype not in (torch.float16, torch.bfloat16) or (is_causal and query.shape[2] != key.shape[2]):
+        return None
+    if attn_bias is not None and (is_causal or not _bias_fits(attn_bias, query, key)):
+        return None
+    if not _entry_for(CUDNN, query, key, value, attn_bias, is_causal, scale).taken:
+        return None
+    out, logsumexp = _forward(query, key, value, attn_bias, is_causal, scale, "query")
+    if attn_bias is not None and compute_log_sumexp:
+        logsumexp = _without_minus_infinity(logsumexp)
+    logsumexp = logsumexp.contiguous().unsqueeze(-1)
+    return (out, logsumexp, None, None, query.shape[2], key.shape[2], *_seed_and_offset(query), None)
+
+
+def _bias_fits(bias: Tensor, query: Tensor, key: Tensor) -> bool:
+    """The whole [B, H, Sq, Sk], as stock's preparation leaves it: broadcast dimensions have stride 0."""
+    return bias.shape == (*query.shape[:3], key.shape[2]) and bias.dtype in (torch.float32, query.dtype)
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor | None,
+    philox_offset: Tensor | None,
+    *,
+    scale: float | None = None,
+) -> Any:
+    if cum_seq_q is not None or dropout_p > 0.0 or grad_out is None or not _dense(query, key, value, 1):
+        return None
+    if not _flash_takes(query, key, value, is_causal, 2):
+        return None
+    if not _entry_for(BACKWARDS[FLASH], query, key, value, None, is_causal, scale).taken:
+        return None
+    wanted = [True, True, True, False]
+    return _backward(grad_out, query, key, value, None, out, logsumexp, is_causal, scale, wanted)[:3]
+
+
+def _flash_forward_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor | None,
+    unused: Tensor | None,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> Any:
+    if cum_seq_q is not None or dropout_p > 0.0 or grad_out is None or not _dense(query, key, value, 2):
+        return None
+    if _windowed(window_size_left, window_size_right) or not _flash_takes(query, key, value, is_causal, 1):
+        return None
+    grad_out, query, key, value, out = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
+    if not _entry_for(BACKWARDS[FLASH_FORWARD], query, key, value, None, is_causal, scale).taken:
+        return None
+    wanted = [True, True, True, False]
+    grads = _backward(grad_out, query, key, value, None, out, logsumexp, is_causal, scale, wanted)
+    return tuple(grad.transpose(1, 2) for grad in grads[:3])
+
+
+def _efficient_backward(
+    grad_out: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor | None,
+    philox_offset: Tensor | None,
+    dropout_p: float,
+    grad_input_mask: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    if dropout_p > 0.0 or grad_out is None or not _dense(query, key, value, 1) or query.shape[1] != key.shape[1]:
+        return None
+    if attn_bias is not None and (is_causal or not _bias_fits(attn_bias, query, key)):
+        return None
+    if logsumexp.shape[-1] < query.shape[2]:
+        return None
+    if not _entry_for(BACKWARDS[EFFICIENT], query, key, value, attn_bias, is_causal, scale).taken:
+        return None
+    wanted = [True, True, True, attn_bias is not None and grad_input_mask[3]]
+    logsumexp = logsumexp[..., : query.shape[2]]
+    grads = _backward(grad_out, query, key, value, attn_bias, out, logsumexp, is_causal, scale, wanted)
+    grad_bias = _padded_rows(grads[3]) if wanted[3] else None
+    return (*(_as_bshd(grad) for grad in grads[:3]), grad_bias)
+
+
+def _cudnn_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor | None,
+    philox_offset: Tensor | None,
+    attn_bias: Tensor | None,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None = None,
+) -> Any:
+    if cum_seq_q is not None or dropout_p > 0.0 or grad_out is None or not _dense(query, key, value, 1):
+        return None
+    if query.dtype not in (torch.float16, torch.bfloat16) or (is_causal and query.shape[2] != key.shape[2]):
+        return None
+    if attn_bias is not None and (is_causal or not _bias_fits(attn_bias, query, key)):
+        return None
+    if not _entry_for(BACKWARDS[CUDNN], query, key, value, attn_bias, is_causal, scale).taken:
+        return None
+    wanted = [True, True, True, False]
+    logsumexp = logsumexp.squeeze(-1)
+    return _backward(grad_out, query, key, value, attn_bias, out, logsumexp, is_causal, scale, wanted)[:3]
+
+
+def _as_bshd(grad: Tensor) -> Tensor:
+    rows = grad.transpose(1, 2)
+    return grad if rows.is_contiguous() else rows.contiguous().transpose(1, 2)
+
+
+def _padded_rows(grad_bias: Tensor) -> Tensor:
+    seqlen_k = grad_bias.shape[-1]
+    padding = -seqlen_k % BIAS_ALIGNMENT
+    if not padding:
+        return grad_bias.contiguous()
+    return torch.nn.functional.pad(grad_bias, (0, padding))[..., :seqlen_k]
+
+
+_MAKERS = {
+    FLASH: _make(FLASH, True, _flash),
+    EFFICIENT: _make(EFFICIENT, True, _efficient),
+    CUDNN: _make(CUDNN, True, _cudnn),
+    FLASH_FORWARD: _make(FLASH_FORWARD, True, _flash_forward),
+    BACKWARDS[FLASH]: _make(BACKWARDS[FLASH], False, _flash_backward),
+    BACKWARDS[EFFICIENT]: _make(BACKWARDS[EFFICIENT], False, _efficient_backward),
+    BACKWARDS[CUDNN]: _make(BACKWARDS[CUDNN], False, _cudnn_backward),
+    BACKWARDS[FLASH_FORWARD]: _make(BACKWARDS[FLASH_FORWARD], False, _flash_forward_backward),
+}

@@ -1,0 +1,389 @@
+"""The operators ``torch.ops.flashbackend.*``: schemas, implementations, fake tensors, autograd, FLOP formulas.
+
+May import torch, ``reference`` and the kernels (these only when a GPU call first needs them). Imported by the call and kernel
+hooks, ``selection`` and ``attention``. All operators are rank 4: query [B, H, Sq, D], key [B, Hkv, Sk, D], value
+[B, Hkv, Sk, Dv], Hkv a divisor of H, one dtype; attn_mask bool, float32 or query's dtype, broadcastable to [B, H, Sq, Sk].
+
+    attention           -> out [B, H, Sq, Dv]                inference: nothing is kept
+    attention_forward   -> out, logsumexp float32 [B, H, Sq], natural logarithm, -inf for a row that sees no key; with a
+                           float mask [2, B, H, Sq], the second half being what rounding cut off the first
+    attention_backward  -> gradients of query, key, value and attn_mask, an empty tensor for each not asked for
+
+``layout`` is the memory order of out: "query" (that of the query), "bshd" or "bhsd". ``dropout_seed`` int64 [1] goes with a
+positive dropout_p. On CUDA the Triton kernels run; on CPU and MPS the math path.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+
+from . import _torch, reference
+
+_library = torch.library.Library("flashbackend", "DEF")
+_COMMON = (
+    "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? dropout_seed, float dropout_p, bool is_causal, "
+    "float scale, str layout"
+)
+_library.define(f"attention({_COMMON}) -> Tensor")
+_library.define(f"attention_forward({_COMMON}) -> (Tensor, Tensor)")
+_library.define(
+    "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor out, "
+    "Tensor logsumexp, Tensor? dropout_seed, float dropout_p, bool is_causal, float scale, bool[4] output_mask) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+_attention = torch.ops.flashbackend.attention.default
+_attention_forward = torch.ops.flashbackend.attention_forward.default
+_attention_backward = torch.ops.flashbackend.attention_backward.default
+
+
+@functools.cache
+def _kernels():
+    """The Triton kernels, imported when the first GPU call needs them."""
+    from .kernels.triton import attention as kernels
+
+    return kernels
+
+
+def launch_counts() -> dict[str, int]:
+    """How often each kernel was launched in this process since ``reset_launch_counts``, compiled graphs included."""
+    from .kernels.triton.launch import launch_counts as counts
+
+    return {name: count for name, count in counts.items() if count}
+
+
+def reset_launch_counts() -> None:
+    """Set all of ``launch_counts`` to zero."""
+    from .kernels.triton.launch import launch_counts as counts
+
+    for name in counts:
+        counts[name] = 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- outputs
+
+
+def _empty_out(query: Tensor, head_dim_v: int, layout: str) -> Tensor:
+    """An uninitialised out [B, H, Sq, Dv] in the memory order that ``layout`` names."""
+    batch, heads, seqlen_q, head_dim = query.shape
+    if layout == "bshd":
+        return query.new_empty((batch, seqlen_q, heads, head_dim_v)).transpose(1, 2)
+    if layout == "bhsd":
+        return query.new_empty((batch, heads, seqlen_q, head_dim_v))
+    if head_dim == head_dim_v:
+        return torch.empty_like(query)
+    order = sorted(range(3), key=lambda dim: -query.stride(dim))
+    sizes = [query.size(dim) for dim in order]
+    return query.new_empty((*sizes, head_dim_v)).permute(*(order.index(dim) for dim in range(3)), 3)
+
+
+def _logsumexp_shape(query: Tensor, attn_mask: Tensor | None) -> tuple[int, ...]:
+    shape = tuple(query.shape[:3])
+    return shape if attn_mask is None or attn_mask.dtype == torch.bool else (2, *shape)
+
+
+def _mask_as_rank_4(attn_mask: Tensor | None) -> Tensor | None:
+    if attn_mask is None or attn_mask.dim() == 4:
+        return attn_mask
+    return attn_mask[(None,) * (4 - attn_mask.dim())]
+
+
+# ------------------------------------------------------------------------------------------------------------------- CUDA
+
+
+def _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, logsumexp):
+    out = _empty_out(query, value.size(3), layout)
+    if out.numel() == 0 or key.size(2) == 0:
+        # No rows to compute, or no keys to see.
+        if logsumexp is not None:
+            logsumexp.fill_(-float("inf"))
+        return out.zero_()
+    allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
+    mask = _mask_as_rank_4(attn_mask)
+    _kernels().forward(
+        query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32
+    )  # fmt: skip
+    return out
+
+
+def _attention_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout):
+    return _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, None)
+
+
+def _attention_forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout):
+    logsumexp = torch.empty(_logsumexp_shape(query, attn_mask), dtype=torch.float32, device=query.device)
+    out = _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, logsumexp)
+    return out, logsumexp
+
+
+def _attention_backward_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal,
+                             scale, output_mask):  # fmt: skip
+    needs_query, needs_key, needs_value, needs_mask = output_mask
+    grad_query = torch.empty_like(query) if needs_query else None
+    both = needs_key or needs_value
+    grad_key, grad_value = (torch.empty_like(key), torch.empty_like(value)) if both else (None, None)
+    if query.numel() == 0 or key.numel() == 0 or out.numel() == 0:
+        grads = (grad_query, grad_key, grad_value, torch.empty_like(attn_mask) if needs_mask else None)
+        return tuple(query.new_empty(0) if grad is None else grad.zero_() for grad in grads)
+    if grad_out.stride(3) != 1:  # the gradient of a sum is expanded, say: no vector loads without a copy
+        grad_out = grad_out.contiguous()
+    allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
+    mask = _mask_as_rank_4(attn_mask)
+    grad_mask = _kernels().backward(
+        grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query, grad_key,
+        grad_value, needs_mask, allow_tf32,
+    )  # fmt: skip
+    return (
+        grad_query if needs_query else query.new_empty(0),
+        grad_key if needs_key else query.new_empty(0),
+        grad_value if needs_value else query.new_empty(0),
+        grad_mask.view(attn_mask.shape) if needs_mask else query.new_empty(0),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ CPU and MPS
+
+
+def _attention_math(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout):
+    out = _empty_out(query, value.size(3), layout)
+    return out.copy_(reference.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed))
+
+
+def _attention_forward_math(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout):
+    out = _empty_out(query, value.size(3), layout)
+    result, logsumexp = reference.attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed, return_lse=True
+    )
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        logsumexp = torch.stack((logsumexp, torch.zeros_like(logsumexp)))
+    return out.copy_(result), logsumexp
+
+
+def _attention_backward_math(grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal,
+                             scale, output_mask):  # fmt: skip
+    grads = reference.attention_backward(
+        grad_out, query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed
+    )
+    likes = (query, key, value, attn_mask)
+    # Copies into the memory order that the fake implementation promises.
+    return tuple(
+        _empty_gradient(like, index).copy_(grad) if wanted else query.new_empty(0)
+        for index, (grad, like, wanted) in enumerate(zip(grads, likes, output_mask, strict=True))
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------- fake
+
+
+def _empty_gradient(like: Tensor, index: int) -> Tensor:
+    """An uninitialised gradient: the mask's (index 3) is contiguous, the others follow their input's memory order."""
+    return like.new_empty(like.shape) if index == 3 else torch.empty_like(like)
+
+
+@torch.library.register_fake("flashbackend::attention", lib=_library)
+def _(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout):
+    return _empty_out(query, value.size(3), layout)
+
+
+@torch.library.register_fake("flashbackend::attention_forward", lib=_library)
+def _(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout):
+    logsumexp = query.new_empty(_logsumexp_shape(query, attn_mask), dtype=torch.float32)
+    return _empty_out(query, value.size(3), layout), logsumexp
+
+
+@torch.library.register_fake("flashbackend::attention_backward", lib=_library)
+def _(grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, output_mask):
+    likes = (query, key, value, attn_mask)
+    return tuple(
+        _empty_gradient(like, index) if wanted else query.new_empty(0)
+        for index, (like, wanted) in enumerate(zip(likes, output_mask, strict=True))
+    )
+
+
+for _name, _cuda, _math in (
+    ("attention", _attention_cuda, _attention_math),
+    ("attention_forward", _attention_forward_cuda, _attention_forward_math),
+    ("attention_backward", _attention_backward_cuda, _attention_backward_math),
+):
+    _library.impl(_name, _cuda, "CUDA")
+    _library.impl(_name, _math, "CPU")
+    _library.impl(_name, _math, "MPS")
+
+
+# --------------------------------------------------------------------------------------------------------------- autograd
+
+
+def _gradients(saved, grad_out, dropout_p, is_causal, scale, needed):
+    """(grad_query, grad_key, grad_value, grad_mask), None where not needed; differentiable under create_graph=True."""
+    query, key, value, attn_mask, out, logsumexp, dropout_seed = saved
+    if torch.is_grad_enabled():
+        # create_graph: the backward itself will be differentiated, so it is made of operations that can be.
+        inputs = [t for t, wanted in zip((query, key, value, attn_mask), needed, strict=True) if wanted]
+        result = reference.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed)
+        grads = iter(torch.autograd.grad(result, inputs, grad_out, create_graph=True))
+        return tuple(next(grads) if wanted else None for wanted in needed)
+    try:
+        grads = _attention_backward(
+            grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, needed
+        )
+    except RuntimeError as error:
+        if not _is_kernel_unavailable(error):
+            raise
+        warnings.warn(f"torch_flashbackend: {error}; the math path computes this backward", stacklevel=2)
+        grads = reference.attention_backward(
+            grad_out, query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed
+        )
+    return tuple(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True))
+
+
+def _is_kernel_unavailable(error: BaseException) -> bool:
+    from .kernels.triton.launch import KernelUnavailable
+
+    return isinstance(error, KernelUnavailable)
+
+
+class _Attention(torch.autograd.Function):
+    """The two operators as one differentiable function: the boundary that an eager call crosses."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout):
+        with torch._C._AutoDispatchBelowAutograd():
+            out, logsumexp = _attention_forward(
+                query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout
+            )
+        ctx.save_for_backward(query, key, value, attn_mask, out, logsumexp, dropout_seed)
+        ctx.options = dropout_p, is_causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        grads = _gradients(ctx.saved_tensors, grad_out, *ctx.options, ctx.needs_input_grad[:4])
+        return *grads, None, None, None, None, None
+
+
+class _AttentionWithLogsumexp(_Attention):
+    """The same, with the logsumexp [B, H, Sq] as a second output that has no gradient."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, attn_mask, *options):
+        out = _Attention.forward(ctx, query, key, value, attn_mask, *options)
+        logsumexp = ctx.to_save[5]
+        logsumexp = logsumexp[0] if logsumexp.dim() == 4 else logsumexp.detach()
+        ctx.mark_non_differentiable(logsumexp)
+        return out, logsumexp
+
+    @staticmethod
+    def backward(ctx, grad_out, _):
+        return _Attention.backward(ctx, grad_out)
+
+
+# apply() of the base class, bound once, skips a check for functorch transforms that the call hook has made already (3 us).
+_apply = super(torch.autograd.Function, _Attention).apply
+_apply_with_logsumexp = super(torch.autograd.Function, _AttentionWithLogsumexp).apply
+
+
+def _setup_context(ctx, inputs, output):
+    query, key, value, attn_mask, dropout_seed, *options, _ = inputs
+    ctx.save_for_backward(query, key, value, attn_mask, *output, dropout_seed)
+    ctx.mark_non_differentiable(output[1])
+    ctx.options = options
+
+
+def _operator_backward(ctx, grad_out, _):
+    grads = _gradients(ctx.saved_tensors, grad_out, *ctx.options, ctx.needs_input_grad[:4])
+    return *grads, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "flashbackend::attention_forward", _operator_backward, setup_context=_setup_context, lib=_library
+)
+
+
+def _inference_setup_context(ctx, inputs, output):
+    query, key, value, attn_mask, dropout_seed, *options, _ = inputs
+    ctx.save_for_backward(query, key, value, attn_mask, dropout_seed)
+    ctx.options = options
+
+
+def _inference_backward(ctx, grad_out):
+    """``attention`` keeps no logsumexp, so its gradient runs the forward once more."""
+    query, key, value, attn_mask, dropout_seed = ctx.saved_tensors
+    with torch.no_grad():
+        out, logsumexp = _attention_forward(query, key, value, attn_mask, dropout_seed, *ctx.options, "query")
+    saved = query, key, value, attn_mask, out, logsumexp, dropout_seed
+    grads = _gradients(saved, grad_out, *ctx.options, ctx.needs_input_grad[:4])
+    return *grads, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "flashbackend::attention", _inference_backward, setup_context=_inference_setup_context, lib=_library
+)
+
+
+# ------------------------------------------------------------------------------------------------------------------ flops
+
+
+def _with_all_heads(query_shape, shape):
+    """A key or value shape as if each query head had its own: grouped-query attention saves bytes, not operations."""
+    return (*query_shape[:1], query_shape[1], *shape[2:])
+
+
+@register_flop_formula([torch.ops.flashbackend.attention, torch.ops.flashbackend.attention_forward])
+def _attention_flops(query_shape, key_shape, value_shape, *args, out_shape=None, **kwargs) -> int:
+    """As torch counts scaled_dot_product_attention: two products, a causal mask not deducted."""
+    return sdpa_flop_count(
+        query_shape, _with_all_heads(query_shape, key_shape), _with_all_heads(query_shape, value_shape)
+    )
+
+
+@register_flop_formula(torch.ops.flashbackend.attention_backward)
+def _attention_backward_flops(grad_out_shape, query_shape, key_shape, value_shape, *args, out_shape=None, **kwargs) -> int:
+    """As torch counts its backward: five products."""
+    return sdpa_backward_flop_count(
+        grad_out_shape, query_shape, _with_all_heads(query_shape, key_shape), _with_all_heads(query_shape, value_shape)
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------------- run
+
+
+def run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    layout: str = "query",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention on our operators, differentiable; draws the dropout seed from torch's generator of the device.
+
+    Shapes and types as the module says. Call it with no functorch transform and no forward-mode level active: those need
+    PyTorch's own rules. Raises ``KernelUnavailable`` before anything ran when a kernel can not be compiled.
+    """
+    if scale is None:
+        scale = query.size(-1) ** -0.5
+    seed = None
+    if dropout_p > 0.0:
+        # Drawn on the device: no synchronisation, and CUDA graphs advance it from replay to replay.
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=query.device)
+    if torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (attn_mask is not None and attn_mask.requires_grad)
+    ):
+        apply = _apply_with_logsumexp if return_lse else _apply
+        return apply(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, layout)
+    with torch._C._AutoDispatchBelowAutograd():
+        if not return_lse:
+            return _attention(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, layout)
+        out, logsumexp = _attention_forward(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, layout)
+    return out, logsumexp[0] if logsumexp.dim() == 4 else logsumexp

@@ -1,0 +1,302 @@
+"""enable() and disable(): the call hook on F.scaled_dot_product_attention, and everything that goes with switching it.
+
+May import `_torch.py`, decisions.py and kernel_hook.py at the top; routing, ops and the kernels are imported by the
+first call that gets that far. Imported by the package's `__init__` and by autoload.py, possibly while torch itself is
+still being imported.
+
+A call's way: F.scaled_dot_product_attention -> dispatcher (autocast has run) -> `hook` below, at the key
+AutogradCUDA -> a Decision from the cache, or from routing -> ops.run, or stock as if nothing were there.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import _torch, decisions, kernel_hook
+
+__all__ = ["activate", "disable", "enable", "is_enabled"]
+
+OP = "scaled_dot_product_attention"
+NAME = "flashbackend"
+
+_lock = threading.RLock()
+_installed: _Installation | None = None
+
+
+def enable() -> None:
+    """Let torch_flashbackend run the calls of F.scaled_dot_product_attention that it runs faster; all threads, at once.
+
+    Twice is the same as once. Takes the slot of torch.nn.attention.activate_flash_attention_impl: FA3 or FA4, if one
+    of them is active there, stops being so. What torch.compile has compiled so far is dropped, and compiled again at
+    its next call; its caches on disk are kept apart from those of a process without the plugin.
+
+    Raises RuntimeError, and changes nothing, where another Python library has registered a kernel on one of the
+    operators that have to be overridden.
+    """
+    with _lock:
+        if _installed is not None:
+            return
+        attention = torch.nn.attention
+        attention.register_flash_attention_impl(NAME, register_fn=activate)
+        attention.activate_flash_attention_impl(NAME)
+
+
+def disable() -> None:
+    """Undo `enable`: every later call is PyTorch's own, in all threads. Without `enable` before, nothing happens.
+
+    Calls that are running, and backward passes of outputs that exist already, end as they began.
+    """
+    with _lock:
+        if _installed is None:
+            return
+        if torch.nn.attention.current_flash_attention_impl() == NAME:
+            torch.nn.attention.restore_flash_attention_impl()
+        _uninstall()
+
+
+def is_enabled() -> bool:
+    """Is the plugin switched on in this process?"""
+    return _installed is not None
+
+
+def activate() -> _Handle:
+    """What torch.nn.attention.activate_flash_attention_impl("flashbackend") calls."""
+    with _lock:
+        _install("AutogradCUDA", "CUDA")
+        assert _installed is not None
+        return _Handle(_installed)
+
+
+class _Handle:
+    """torch's registry calls `remove` when another implementation is activated there, or the default restored."""
+
+    def __init__(self, installation: _Installation) -> None:
+        self._installation = installation
+
+    def remove(self) -> None:
+        with _lock:
+            if _installed is self._installation:
+                _uninstall()
+
+
+class _Installation:
+    """All that one `enable` has put in place."""
+
+    def __init__(self, library: torch.library.Library, kernels: kernel_hook.KernelHook, ops: tuple[str, ...]) -> None:
+        self.library = library
+        self.kernels = kernels
+        self.ops = ops
+        self.cache_tag = _CacheTag()
+
+
+def _install(call_key: str, kernel_key: str | None) -> None:
+    """Register both hooks at these dispatch keys (tests use AutogradCPU and CPU); all of it, or nothing."""
+    global _installed
+    if _installed is not None:
+        return
+    _refuse_if_taken(OP, call_key)
+    stock = _torch.kernel_handle(OP, call_key)
+    library = torch.library.Library("aten", "IMPL")
+    kernels = kernel_hook.KernelHook(kernel_key)
+    try:
+        kernels.register(_refuse_if_taken)
+        hook = make_call_hook(call_key, stock)
+        library.impl(OP, hook, call_key)
+        installation = _Installation(library, kernels, (OP, *kernels.ops))
+        _forget_compiled(installation.ops)
+        installation.cache_tag.set()
+    except BaseException:
+        kernels.unregister()
+        _torch.destroy_library(library)
+        raise
+    _installed = installation
+
+
+def _uninstall() -> None:
+    global _installed
+    installation = _installed
+    if installation is None:
+        return
+    # From here on the plugin counts as off, whatever happens below.
+    _installed = None
+    try:
+        _torch.destroy_library(installation.library)
+    finally:
+        installation.kernels.unregister()
+        installation.cache_tag.restore()
+        _forget_compiled(installation.ops)
+
+
+def _refuse_if_taken(op: str, key: str) -> None:
+    if _torch.python_kernel_registered(op, key):
+        raise RuntimeError(
+            f"torch_flashbackend cannot be enabled: another Python library has registered a kernel for aten::{op} at "
+            f"dispatch key {key} already (torch.library.Library), and only one can be there. Switch that one off first."
+        )
+
+
+def _forget_compiled(ops: tuple[str, ...]) -> None:
+    """Drop what was compiled or looked up in the other state. decisions.py's cache goes too, and so do its counts."""
+    for op in ops:
+        _torch.clear_dispatch_cache(op)
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and hasattr(dynamo, "reset"):
+        dynamo.reset()
+    decisions.forget()
+
+
+class _CacheTag:
+    """torch.compiler.config.cache_key_tag with our name in it, behind whatever the user has put there.
+
+    The tag is part of the keys of the AOTAutograd and FX graph caches on disk. Their keys hold the graph before it is
+    traced through our hook, so that without the tag a process with the plugin off would be served graphs made with it
+    on. The version is in the tag because the routing rules are in the graphs.
+    """
+
+    def set(self) -> None:
+        from . import __version__
+
+        config = torch.compiler.config
+        self._before = config.cache_key_tag
+        self._ours = f"torch_flashbackend-{__version__}"
+        config.cache_key_tag = f"{self._before}+{self._ours}" if self._before else self._ours
+
+    def restore(self) -> None:
+        config = torch.compiler.config
+        # The user may have changed the tag meanwhile: take out our part and leave the rest.
+        parts = [part for part in config.cache_key_tag.split("+") if part != self._ours]
+        config.cache_key_tag = "+".join(parts)
+
+
+def make_call_hook(call_key: str, stock: Any) -> Callable[..., Tensor]:
+    """The kernel that stands in for aten::scaled_dot_product_attention at `call_key`.
+
+    stock: the kernel that was there. Everything that a call needs is bound here, once. A call that is left to stock and
+    needs no gradient goes through torch's own Python function with autograd's keys excluded, as in inference mode: that
+    is 1 µs cheaper than the boxed handle.
+    """
+    autograd_key = _torch.dispatch_key(call_key)
+    view_key = _torch.dispatch_key("ADInplaceOrView")
+    mark = _torch.thread_mark
+    functorch_active = _torch.functorch_active
+    function_modes = _torch.function_modes
+    exclude_key = _torch.exclude_key
+    is_grad_enabled = torch.is_grad_enabled
+    stock_sdpa = _torch.stock_sdpa
+    stock_boxed = stock.call_boxed
+    # Stock's function is one for all keys, and does not look at them.
+    ANY_KEYSET = _torch.ANY_KEYSET
+    flash_enabled = _torch.flash_enabled
+    efficient_enabled = _torch.efficient_enabled
+    math_enabled = _torch.math_enabled
+    cudnn_enabled = _torch.cudnn_enabled
+    deterministic = _torch.deterministic_enabled
+    priority_order = _torch.priority_order
+    float32_precision = _torch.float32_precision
+    recent = decisions.recent
+    recent_with_mask = decisions.recent_with_mask
+
+    def look_up(*arguments: Any) -> decisions.Entry:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
+        if not decisions.is_plain(query, key, value, attn_mask):
+            return decisions.decide(*arguments, "sdpa")
+        keep_as = decisions.signature(*arguments, torch.is_grad_enabled(), None)
+        entry = decisions.cache.get(keep_as)
+        if entry is None:
+            entry = decisions.decide(*arguments, "sdpa", keep_as=keep_as)
+        rest = decisions.settings(dropout_p, is_causal, scale, enable_gqa, None)
+        if attn_mask is None:
+            decisions.remember(recent, rest, entry, query, key, value)
+        else:
+            decisions.remember(recent_with_mask, rest, entry, query, key, value, attn_mask)
+        return entry
+
+    def hook(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        # This is decisions.settings and decisions.find, spelled out: two calls of Python functions are 0.3 µs.
+        rest = (
+            dropout_p, is_causal, scale, enable_gqa, None, is_grad_enabled(),
+            flash_enabled(), efficient_enabled(), math_enabled(), cudnn_enabled(), deterministic(),
+        )  # fmt: skip
+        for one in recent if attn_mask is None else recent_with_mask:
+            if (
+                one.rest == rest
+                # Fails too where a functorch transform, a mode or inference mode is active, by the dispatch keys.
+                and (one.check(query, key, value) if attn_mask is None else one.check(query, key, value, attn_mask))
+                and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15 == one.alignment
+                and one.order == priority_order()
+                and (one.precision is None or one.precision == float32_precision())
+                and forward_ad._current_level < 0
+            ):
+                entry = one.entry
+                known = True
+                break
+        else:
+            if functorch_active() or forward_ad._current_level >= 0:
+                # Our autograd function would lose tangents there, without a word.
+                return stock_boxed(
+                    ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
+            known = False
+            entry = look_up(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        entry.decision.calls += 1
+        if entry.taken:
+            try:
+                if entry.run is not None:
+                    out = entry.run(
+                        query, key, value, attn_mask, dropout_p, is_causal, scale, layout=entry.decision.layout
+                    )
+                else:
+                    out = _run(entry.decision, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            except decisions.kernel_failures() as error:
+                # Nothing has run yet where these are raised. Whatever else goes wrong is the caller's to see.
+                entry = decisions.after_failure(entry, error)
+            else:
+                if decisions.verify.share:
+                    decisions.verify.maybe_check(
+                        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, out
+                    )
+                return out
+        mark.stock = True
+        try:
+            if not (known and entry.simple) or function_modes():
+                return stock_boxed(
+                    ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
+            exclude_key(autograd_key, True)
+            exclude_key(view_key, True)
+            try:
+                if scale is None and not enable_gqa:
+                    return stock_sdpa(query, key, value, attn_mask, dropout_p, is_causal)
+                return stock_sdpa(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
+            finally:
+                exclude_key(view_key, False)
+                exclude_key(autograd_key, False)
+        finally:
+            mark.stock = False
+
+    return hook
+
+
+def _run(decision: Any, *arguments: Any) -> Tensor:
+    from . import direct
+
+    return direct.run(decision, *arguments)

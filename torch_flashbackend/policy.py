@@ -1,0 +1,254 @@
+"""Is our kernel faster than stock's for this call? The answer comes from measurements, one file per GPU.
+
+May import torch and problem.py. Imported by routing.py and the command line (`explain`, `info`).
+policies/README.md describes the files; benchmarks/make_policy.py writes them.
+
+A call is compared with the measured calls of the same kind (case, causal, dtype, decoding or not) at the nearest
+measured head dimension at or above its own, and there with the two measured sizes around its own work, 4·B·H·Sq·Sk·D
+operations: it is taken where both were faster by at least `MARGIN`. Where nothing comparable was measured,
+`_unmeasured` has a short rule. Nothing here compares a symbolic size: the largest measured size speaks for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .problem import Problem
+
+__all__ = ["MARGIN", "Policy", "Row", "Verdict", "judge", "policies", "policy_for"]
+
+# The least measured ratio of times that counts as faster; below it, noise decides.
+MARGIN = 1.02
+# Up to this many query positions a call reads keys and values and does little else: decoding. Such calls are compared
+# with each other only.
+DECODE_SEQLEN = 16
+# A ratio that stands for "stock refused".
+REFUSED = 1e8
+
+POLICY_FOLDER: Any = importlib.resources.files(__package__).joinpath("policies")
+
+
+class Verdict(NamedTuple):
+    """take: should the call be ours? reason: short and countable. message: the numbers behind it."""
+
+    take: bool
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured call; forward and training are stock's time divided by ours, None where not measured."""
+
+    case: str
+    causal: bool
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    forward: float | None
+    training: float | None
+
+    @property
+    def work(self) -> int:
+        """Operations of the forward pass, the causal half included."""
+        return 4 * self.batch * self.heads * self.seqlen_q * self.seqlen_k * self.head_dim
+
+    @property
+    def decode(self) -> bool:
+        """Was this a decoding step?"""
+        return self.seqlen_q <= DECODE_SEQLEN
+
+    def ratio(self, training: bool) -> float:
+        """Stock's time divided by ours, of forward and backward or of the forward alone; NaN if not measured."""
+        measured = self.training if training else self.forward
+        return math.nan if measured is None else measured
+
+    def __str__(self) -> str:
+        head_dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        seqlen = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
+        return f"batch {self.batch}, heads {heads}, seqlen {seqlen}, head_dim {head_dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """All that was measured on one GPU."""
+
+    gpu: str
+    sm_count: int | None
+    source: str
+    rows: tuple[Row, ...]
+
+
+def judge(problem: Problem) -> Verdict:
+    """Should this call be taken because it is faster?
+
+    A call may be of several cases (a mask and dropout, say): it is taken if each of them says so.
+    """
+    measured = policy_for(problem)
+    verdicts = [_judge_case(problem, case, measured) for case in cases(problem)]
+    return next((verdict for verdict in verdicts if not verdict.take), verdicts[0])
+
+
+def cases(problem: Problem) -> tuple[str, ...]:
+    """What kinds of call this is, in the vocabulary of the policy files, the one that matters most first."""
+    found = []
+    if problem.mask is not None:
+        if problem.mask.requires_grad and problem.requires_grad:
+            found.append("mask_grad")
+        else:
+            found.append("bool_mask" if problem.mask.dtype is torch.bool else "float_mask")
+    if problem.dropout_p:
+        found.append("dropout")
+    if problem.enable_gqa and problem.query_shape[-3:-2] != problem.key_shape[-3:-2]:
+        found.append("gqa")
+    return tuple(found) or ("dense",)
+
+
+def policy_for(problem: Problem) -> Policy | None:
+    """The measurements of the call's GPU, or None."""
+    policy = policies().get(problem.gpu_name)
+    if policy is None or (problem.sm_count and policy.sm_count and problem.sm_count != policy.sm_count):
+        return None
+    return policy
+
+
+@functools.cache
+def policies() -> dict[str, Policy]:
+    """All policies that are installed, by GPU name. Read once; `policies.cache_clear()` forgets them.
+
+    A file that cannot be read is left out with a warning: a wrong policy costs time, an exception costs the program.
+    """
+    found: dict[str, Policy] = {}
+    if not POLICY_FOLDER.is_dir():
+        return found
+    for file in sorted(POLICY_FOLDER.iterdir(), key=lambda file: file.name):
+        if not file.name.endswith(".json"):
+            continue
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+            fields = Row.__slots__
+            rows = tuple(Row(**{name: row[name] for name in fields}) for row in data["rows"])
+            found[data["gpu"]] = Policy(data["gpu"], data.get("sm_count"), data.get("source", file.name), rows)
+        except (KeyError, OSError, TypeError, ValueError) as error:
+            warnings.warn(f"torch_flashbackend: policy {file.name} left out: {error!r}", stacklevel=2)
+    return found
+
+
+def _judge_case(problem: Problem, case: str, policy: Policy | None) -> Verdict:
+    if policy is None:
+        return _unmeasured(problem, case, f"no measurements for {problem.gpu_name or 'this GPU'}")
+    training, symbolic = problem.requires_grad, problem.symbolic
+    rows = _comparable(problem, case, policy, training, symbolic)
+    if not rows:
+        kind = "training" if training else "forward"
+        causal = "causal " if problem.is_causal else ""
+        what = f"{causal}{case} {_dtypes(problem)[0]} {kind}"
+        if not symbolic and problem.seqlen_q <= DECODE_SEQLEN:
+            what += f" of at most {DECODE_SEQLEN} queries"
+        return _unmeasured(problem, case, f"no measurement of {what} at head_dim {problem.head_dim} on {policy.gpu}")
+    neighbours = _neighbours(rows, None if symbolic else _work(problem))
+    worst = min(neighbours, key=lambda row: row.ratio(training))
+    ratio = worst.ratio(training)
+    mode = "training" if training else "forward"
+    if ratio >= REFUSED:
+        return Verdict(True, f"stock refuses: {case}", f"stock refused the nearest measured call ({worst}, {case})")
+    message = f"{ratio:.2f} times stock's speed measured at {worst} ({case}, {mode})"
+    if ratio >= MARGIN:
+        return Verdict(True, f"measured faster: {case}", message)
+    return Verdict(False, "measured slower", f"{message}; {MARGIN} is asked")
+
+
+def _comparable(problem: Problem, case: str, policy: Policy, training: bool, symbolic: bool) -> list[Row]:
+    """Rows of the same kind, all of one pair of head dimensions: the nearest at or above the call's."""
+    decode = not symbolic and problem.seqlen_q <= DECODE_SEQLEN
+    rows: list[Row] = []
+    for dtype in _dtypes(problem):
+        rows = [
+            row
+            for row in policy.rows
+            if (row.case, row.causal, row.dtype, row.decode) == (case, problem.is_causal, dtype, decode)
+            and not math.isnan(row.ratio(training))
+        ]
+        if rows:
+            break
+    if not rows:
+        return []
+    dims = sorted({(row.head_dim, row.head_dim_v) for row in rows})
+    if not isinstance(problem.head_dim, int) or not isinstance(problem.head_dim_v, int):
+        chosen = dims[-1]
+    else:
+        wanted = (problem.head_dim, problem.head_dim_v)
+        above = [pair for pair in dims if pair[0] >= wanted[0] and pair[1] >= wanted[1]]
+        # An unequal pair says little about equal head dimensions, so it answers only where no equal pair can.
+        above.sort(key=lambda pair: (pair != wanted, (pair[0] == pair[1]) != (wanted[0] == wanted[1]), pair))
+        if not above and max(wanted) > 256:
+            return []  # another kernel of stock's: smaller head dimensions say nothing
+        chosen = above[0] if above else dims[-1]
+    return [row for row in rows if (row.head_dim, row.head_dim_v) == chosen]
+
+
+def _neighbours(rows: list[Row], work: int | None) -> list[Row]:
+    """Rows measured at the sizes just below and just above; at one size there may be several of them."""
+    sizes = sorted({row.work for row in rows})
+    if work is None:
+        around = {sizes[-1]}
+    else:
+        below = [size for size in sizes if size <= work]
+        above = [size for size in sizes if size >= work]
+        around = set(below[-1:] + above[:1])
+    return [row for row in rows if row.work in around]
+
+
+def _work(problem: Problem) -> int:
+    batch_and_heads = 1
+    for index in range(2, problem.rank):
+        sizes = [shape[-index - 1] for shape in (problem.query_shape, problem.key_shape, problem.value_shape)]
+        batch_and_heads *= max(sizes)
+    return 4 * batch_and_heads * problem.seqlen_q * problem.seqlen_k * problem.head_dim
+
+
+def _dtypes(problem: Problem) -> tuple[str, ...]:
+    """Names in the policy files that this call's dtype may use, the best first."""
+    if problem.query_dtype is torch.float32:
+        return ("float32_tf32",) if problem.tf32 else ("float32",)
+    if problem.query_dtype is torch.float16:
+        return ("float16", "bfloat16")
+    return (str(problem.query_dtype).removeprefix("torch."),)
+
+
+def _unmeasured(problem: Problem, case: str, why: str) -> Verdict:
+    """Without a measurement: what stock has no good kernel for is taken, what it does well is left to it."""
+    unusual = _unusual_head_dim(problem)
+    if case in ("bool_mask", "float_mask", "mask_grad"):
+        return Verdict(True, f"unmeasured, likely faster: {case}", f"{why}; stock is slow at masks, so it is taken")
+    if unusual:
+        message = f"{why}; {unusual} is slow in stock, so it is taken"
+        return Verdict(True, "unmeasured, likely faster: head_dim", message)
+    return Verdict(False, "unmeasured", f"{why}; a plain {case} call is left to stock")
+
+
+def _unusual_head_dim(problem: Problem) -> str:
+    head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
+    if not isinstance(head_dim, int) or not isinstance(head_dim_v, int):
+        return ""
+    if head_dim != head_dim_v:
+        return f"a value head_dim of {head_dim_v} with head_dim {head_dim}"
+    if head_dim > 256:
+        return f"head_dim {head_dim}, over 256,"
+    if head_dim % 8:
+        return f"head_dim {head_dim}, no multiple of 8,"
+    return ""

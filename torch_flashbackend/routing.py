@@ -1,0 +1,452 @@
+"""Which backend takes a call: a table of backends, each with its constraints, and the walk along it.
+
+May import torch, problem.py, policy.py and `_torch.py`. Imported by the two hooks, by attention.py, explain.py and
+verify.py. Pure Python on a `Problem`: no tensor, no kernel and no GPU, so that every rule is tested on a CPU.
+
+A constraint is data: a name, a predicate, and a message with the caller's words and numbers. The constraints of a
+backend are asked in order and the first that fails is the reason. Calls that stock would reject are never taken: the
+error is then stock's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from . import policy
+from ._torch import guarded
+from .policy import Verdict
+from .problem import MaskInfo, Problem, describe_shape
+
+__all__ = ["AUTO", "BACKENDS", "Backend", "Constraint", "Decision", "Rule", "STOCK_FAILS", "decide", "first_failure"]
+
+MAX_HEAD_DIM = 512
+HALF_TYPES = (torch.float16, torch.bfloat16)
+# Where nobody has chosen: our kernels where they are worth it, else stock. Our math path is for those who ask for it.
+AUTO = ("triton", "stock")
+# The memory order that each of stock's backends gives its output; "query" follows the query, as empty_like does.
+LAYOUTS = {"flash": "query", "cudnn": "query", "efficient": "bshd", "math": "bhsd"}
+# Kernels inside stock that only see tensors of rank 4; it runs everything else in its math path.
+FUSED = ("flash", "efficient", "cudnn")
+
+
+class Constraint(NamedTuple):
+    """What a backend asks of a call. `message` is asked only where `holds` is False."""
+
+    name: str
+    holds: Callable[[Problem], bool]
+    message: Callable[[Problem], str]
+
+
+class Backend(NamedTuple):
+    """A way to compute attention, and what it asks of a call."""
+
+    name: str
+    constraints: tuple[Constraint, ...]
+
+
+class Rule(NamedTuple):
+    """A kind of call that stock answers wrongly or not at all, so that it is taken whatever the clock says."""
+
+    reason: str
+    applies: Callable[[Problem], bool]
+    message: Callable[[Problem], str]
+
+
+@dataclass(slots=True, eq=False)
+class Decision:
+    """What is to happen with all calls that look like one Problem.
+
+    backend: "triton", "math" or "stock". reason: why, short and the same for all calls of a kind, to count by.
+    layout: memory order of the output that stock would have given: "query", "bshd" or "bhsd".
+    rejected: (backend, constraint, message) for each backend that was asked before and did not take the call.
+    calls: how many calls followed it, counted by the hook that keeps it.
+    """
+
+    backend: str
+    reason: str
+    layout: str
+    rejected: tuple[tuple[str, str, str], ...] = ()
+    calls: int = 0
+
+
+def decide(problem: Problem, allowed: Iterable[str] | None = None) -> Decision:
+    """Choose the backend for a call.
+
+    allowed: backends to try, in order, as `sdpa_backend` gives them: then speed is not asked. None chooses by itself
+    between "triton" and "stock", and takes a call only where that is measured to be faster or stock fails.
+    Raises RuntimeError, with the failed condition of each backend, if none of them takes the call, and ValueError for
+    a backend that does not exist.
+    """
+    automatic = allowed is None
+    names = AUTO if allowed is None else tuple(allowed)
+    rejected: list[tuple[str, str, str]] = []
+    for name in names:
+        failed = first_failure(problem, name, automatic)
+        if failed is None:
+            return Decision(name, _reason(problem, name, rejected, automatic), _layout(problem), tuple(rejected))
+        rejected.append((name, failed.name, failed.message(problem)))
+    conditions = "\n".join(f"  {name}: {message}" for name, _, message in rejected)
+    raise RuntimeError(
+        f"no backend among {', '.join(names) or '(none)'} takes this call ({problem}):\n{conditions}\n"
+        'Add "stock" to sdpa_backend(...) to let PyTorch run what the others do not take.'
+    )
+
+
+def first_failure(problem: Problem, backend: str, automatic: bool) -> Constraint | None:
+    """The first constraint of a backend that a call does not meet; None if the backend can take it.
+
+    automatic: ask also whether it is worth it, as where the caller has not chosen the backend.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"there is no backend {backend!r}; choose among {', '.join(BACKENDS)}")
+    for constraint in BACKENDS[backend].constraints:
+        if constraint is WORTH and not automatic:
+            continue
+        if not constraint.holds(problem):
+            return constraint
+    return None
+
+
+def worth(problem: Problem) -> Verdict:
+    """Is a call that a kernel could take worth taking? Yes if stock fails at it or if it is measured to be faster."""
+    for rule in STOCK_FAILS:
+        if rule.applies(problem):
+            return Verdict(True, rule.reason, rule.message(problem))
+    if _empty(problem):
+        return Verdict(False, "nothing to compute", f"query {describe_shape(problem.query_shape)} is empty")
+    return policy.judge(problem)
+
+
+def _reason(problem: Problem, name: str, rejected: list[tuple[str, str, str]], automatic: bool) -> str:
+    if not automatic:
+        return "asked for"
+    if name != "stock":
+        return worth(problem).reason
+    constraint = rejected[0][1]
+    return worth(problem).reason if constraint == WORTH.name else constraint
+
+
+def _layout(problem: Problem) -> str:
+    return LAYOUTS.get(problem.stock_backend or "", "query")
+
+
+# Validity: what stock rejects, or leaves to PyTorch's own rules. Asked by every backend of ours.
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _broadcast(*shapes: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The shape that shapes of one rank broadcast to, or None. Equal sizes are compared first: no guard for these."""
+    result = []
+    for sizes in zip(*shapes):
+        size = sizes[0]
+        for other in sizes[1:]:
+            if guarded(other == size) or guarded(other == 1):
+                continue
+            if not guarded(size == 1):
+                return None
+            size = other
+        result.append(size)
+    return tuple(result)
+
+
+def _batch_shapes(problem: Problem) -> tuple[tuple[Any, ...], ...]:
+    """Batch and head dimensions of query, key and value, with the key and value heads of GQA as the query sees them."""
+    shapes = [shape[:-2] for shape in (problem.query_shape, problem.key_shape, problem.value_shape)]
+    if problem.enable_gqa and problem.rank > 2:
+        shapes[1:] = [(*shape[:-1], shapes[0][-1]) for shape in shapes[1:]]
+    return tuple(shapes)
+
+
+def _sizes_match(problem: Problem) -> bool:
+    return guarded(problem.head_dim == problem.key_shape[-1]) and guarded(problem.seqlen_k == problem.value_shape[-2])
+
+
+def _heads_match(problem: Problem) -> bool:
+    if not problem.enable_gqa:
+        return True
+    if problem.rank < 3:
+        return False
+    heads, kv_heads = problem.num_heads, problem.num_kv_heads
+    same = guarded(kv_heads == problem.value_shape[-3])
+    return same and not guarded(kv_heads == 0) and (guarded(heads == kv_heads) or guarded(heads % kv_heads == 0))
+
+
+def _mask_fits(problem: Problem) -> bool:
+    """Does the mask broadcast to the scores, [*batch, heads, Sq, Sk] of query and key, without enlarging them?"""
+    mask = problem.mask
+    if mask is None:
+        return True
+    if not 2 <= len(mask.shape) <= problem.rank:
+        return False
+    query, key, _ = _batch_shapes(problem)
+    batch = _broadcast(query, key)
+    scores = (*(batch or ()), problem.seqlen_q, problem.seqlen_k)[-len(mask.shape) :]
+    return all(guarded(size == full) or guarded(size == 1) for size, full in zip(mask.shape, scores))
+
+
+def _mask(problem: Problem) -> MaskInfo:
+    assert problem.mask is not None
+    return problem.mask
+
+
+def _scale_ok(problem: Problem) -> bool:
+    # A symbolic scale comes from a symbolic head_dim and is finite.
+    return not isinstance(problem.scale, (int, float)) or math.isfinite(problem.scale)
+
+
+VALID = (
+    Constraint(
+        "tensor type",
+        lambda p: not p.tensor_types,
+        lambda p: f"{', '.join(p.tensor_types)}: only plain tensors are taken, so that the type's own rules apply",
+    ),
+    Constraint(
+        "devices",
+        lambda p: len(p.devices) == 1,
+        lambda p: f"query, key, value and attn_mask are on several devices: {', '.join(p.devices)}",
+    ),
+    Constraint(
+        "dtypes",
+        lambda p: p.query_dtype == p.key_dtype == p.value_dtype,
+        lambda p: (
+            "query, key and value have several dtypes: "
+            f"{_name(p.query_dtype)}, {_name(p.key_dtype)}, {_name(p.value_dtype)}"
+        ),
+    ),
+    Constraint(
+        "rank",
+        lambda p: p.rank >= 2 and p.rank == len(p.key_shape) == len(p.value_shape),
+        lambda p: (
+            "query, key and value need one rank, 2 or more; got "
+            f"{p.rank}, {len(p.key_shape)} and {len(p.value_shape)} dimensions"
+        ),
+    ),
+    Constraint(
+        "shapes",
+        _sizes_match,
+        lambda p: (
+            f"query {describe_shape(p.query_shape)}, key {describe_shape(p.key_shape)} and value "
+            f"{describe_shape(p.value_shape)} do not fit: key needs the query's head_dim, value the key's length"
+        ),
+    ),
+    Constraint(
+        "kv heads",
+        _heads_match,
+        lambda p: (
+            f"enable_gqa with {p.num_heads} query heads, {p.num_kv_heads} key heads and "
+            f"{p.value_shape[-3] if p.rank > 2 else 1} value heads: "
+            "key and value need one number that divides the query's"
+        ),
+    ),
+    Constraint(
+        "batch",
+        lambda p: _broadcast(*_batch_shapes(p)) is not None,
+        lambda p: (
+            f"batch and heads of query {describe_shape(p.query_shape[:-2])}, key {describe_shape(p.key_shape[:-2])} "
+            f"and value {describe_shape(p.value_shape[:-2])} do not broadcast"
+            + ("" if p.enable_gqa else " (enable_gqa=True shares key and value heads)")
+        ),
+    ),
+    Constraint(
+        "mask and is_causal",
+        lambda p: p.mask is None or not p.is_causal,
+        lambda p: "attn_mask is given together with is_causal=True, which is stock's to judge",
+    ),
+    Constraint(
+        "mask dtype",
+        lambda p: p.mask is None or p.mask.dtype in (torch.bool, torch.float32, p.query_dtype),
+        lambda p: f"attn_mask is {_name(_mask(p).dtype)}; allowed: bool, float32, {_name(p.query_dtype)}",
+    ),
+    Constraint(
+        "mask shape",
+        _mask_fits,
+        lambda p: (
+            f"attn_mask {describe_shape(_mask(p).shape)} does not broadcast to the scores of query "
+            f"{describe_shape(p.query_shape)} and key {describe_shape(p.key_shape)}"
+        ),
+    ),
+    Constraint(
+        "dropout_p",
+        lambda p: 0.0 <= p.dropout_p <= 1.0,
+        lambda p: f"dropout_p {p.dropout_p} is not between 0 and 1",
+    ),
+    Constraint(
+        "scale",
+        _scale_ok,
+        lambda p: f"scale {p.scale} is not a finite number",
+    ),
+)
+
+
+# The Triton kernels.
+
+
+def _architecture_ok(problem: Problem) -> bool:
+    name = problem.architecture
+    if name == "unknown":  # fake tensors on a machine without a GPU: the code may run on any
+        return True
+    return name.startswith("gfx") or (name.startswith("sm_") and int(name[3:]) >= 80)
+
+
+def _head_dim_ok(size: Any) -> bool:
+    return guarded(size >= 1) and guarded(size <= MAX_HEAD_DIM)
+
+
+def _sdpa_kernel_message(problem: Problem) -> str:
+    allowed = ", ".join(sorted(problem.sdp_backends)) or "nothing"
+    return (
+        f"torch.nn.attention.sdpa_kernel (or torch.backends.cuda) allows {allowed} here; "
+        "torch_flashbackend counts as FLASH_ATTENTION, which is not among these"
+    )
+
+
+# The kernels' own constraint on speed, and the last one. sdpa_backend("triton") does without it.
+WORTH = Constraint("policy", lambda p: worth(p).take, lambda p: worth(p).message)
+
+TRITON = Backend(
+    "triton",
+    (
+        Constraint(
+            "device",
+            lambda p: p.device_type == "cuda",
+            lambda p: f"the tensors are on {p.device_type}; the triton backend runs on NVIDIA and AMD GPUs",
+        ),
+        Constraint(
+            "architecture",
+            _architecture_ok,
+            lambda p: (
+                f"{p.gpu_name or 'the GPU'} is {p.architecture}; "
+                "the triton backend needs compute capability 8.0 (sm_80) or later, or an AMD GPU"
+            ),
+        ),
+        *VALID,
+        # Our autograd function would drop tangents silently there. Below autograd (the kernel hook) none are left.
+        Constraint(
+            "transform",
+            lambda p: p.entry not in ("sdpa", "direct") or not p.transforms,
+            lambda p: "a torch.func transform or forward-mode AD is active, which works on stock's operations",
+        ),
+        Constraint(
+            "dtype",
+            lambda p: p.query_dtype in (*HALF_TYPES, torch.float32),
+            lambda p: f"{_name(p.query_dtype)} is not supported by the triton backend (float16, bfloat16, float32)",
+        ),
+        Constraint(
+            "head_dim",
+            lambda p: _head_dim_ok(p.head_dim),
+            lambda p: (
+                f"head_dim {p.head_dim} is not supported by the triton backend (largest: {MAX_HEAD_DIM})"
+                if p.head_dim
+                else "head_dim 0 is not supported by the triton backend (smallest: 1)"
+            ),
+        ),
+        Constraint(
+            "value head_dim",
+            lambda p: _head_dim_ok(p.head_dim_v),
+            lambda p: (
+                f"value head_dim {p.head_dim_v} is not supported by the triton backend (largest: {MAX_HEAD_DIM})"
+                if p.head_dim_v
+                else "value head_dim 0 is not supported by the triton backend (smallest: 1)"
+            ),
+        ),
+        Constraint("sdpa_kernel", lambda p: "flash" in p.sdp_backends, _sdpa_kernel_message),
+        WORTH,
+    ),
+)
+
+# The math path in plain PyTorch (reference.py): for those who ask for it by name.
+MATH = Backend(
+    "math",
+    (
+        *VALID,
+        Constraint(
+            "dtype",
+            lambda p: p.query_dtype in (*HALF_TYPES, torch.float32, torch.float64),
+            lambda p: (
+                f"{_name(p.query_dtype)} is not supported by the math backend (float16, bfloat16, float32, float64)"
+            ),
+        ),
+        Constraint("sdpa_kernel", lambda p: bool(p.sdp_backends & {"flash", "math"}), _sdpa_kernel_message),
+    ),
+)
+
+STOCK = Backend("stock", ())
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TRITON, MATH, STOCK)}
+
+
+# Calls that stock's own choice gets wrong or refuses (torch 2.11 to 2.14).
+
+
+def _empty(problem: Problem) -> bool:
+    """Is there no query at all? A symbolic size is never 0, and asking would be a guard."""
+    return any(isinstance(n, int) and n == 0 for n in problem.query_shape[:-1])
+
+
+def _too_many(problem: Problem) -> bool:
+    limited = {"flash": problem.query_shape[:-2], "efficient": problem.query_shape[-3:-2]}
+    return any(isinstance(n, int) and n > 65535 for n in limited.get(problem.stock_backend or "", ()))
+
+
+def _unaligned(problem: Problem) -> bool:
+    # Flash pads a head_dim that is no multiple of 8, and the copy is aligned.
+    padded = problem.stock_backend == "flash" and isinstance(problem.head_dim, int) and problem.head_dim % 8 != 0
+    return not problem.aligned and problem.stock_backend in FUSED and not padded
+
+
+def _negative(scale: Any) -> bool:
+    return isinstance(scale, (int, float)) and scale < 0
+
+
+STOCK_FAILS = (
+    Rule(
+        "stock is wrong: empty batch in cuDNN",
+        lambda p: p.stock_backend == "cudnn" and _empty(p),
+        lambda p: f"stock would run cuDNN, which returns no tensor for the empty query {describe_shape(p.query_shape)}",
+    ),
+    Rule(
+        "stock is wrong: mask in cuDNN",
+        lambda p: p.stock_backend == "cudnn" and p.mask is not None,
+        lambda p: "stock would run cuDNN, which answers a fully masked row with the mean of value instead of zeros",
+    ),
+    Rule(
+        "stock is wrong: negative scale in cuDNN",
+        lambda p: p.stock_backend == "cudnn" and _negative(p.scale),
+        lambda p: f"stock would run cuDNN, which can give infinities for a negative scale ({p.scale})",
+    ),
+    Rule(
+        "stock is wrong: alignment",
+        _unaligned,
+        lambda p: (
+            f"stock would run {p.stock_backend}, which "
+            + ("reads wrong data" if p.stock_backend == "cudnn" else "fails")
+            + " where pointers or strides are no multiples of 16 bytes"
+        ),
+    ),
+    Rule(
+        "stock refuses: over 65535 batches or heads",
+        _too_many,
+        lambda p: (
+            f"stock would run {p.stock_backend}, which cannot launch for query {describe_shape(p.query_shape)} "
+            "(more than 65535 batches or heads)"
+        ),
+    ),
+    Rule(
+        "stock refuses",
+        lambda p: p.stock_backend == "error",
+        lambda p: f"stock has no kernel for this call among {', '.join(sorted(p.sdp_backends))} and would raise",
+    ),
+    Rule(
+        "stock falls back to math",
+        lambda p: p.stock_backend == "math" and not _empty(p),
+        lambda p: "none of stock's fused kernels takes the call; its math path would store all scores in memory",
+    ),
+)
