@@ -138,16 +138,16 @@ class Problem:
             if self.kernel == "forward":
                 run = kernels._plan_forward(query, key, value, mask, None, 0.0, self.causal, scale, out, lse, self.tf32)
                 return lambda: run(query, key, value, mask, None, out, lse, kernels._low_part(lse))
-            delta = torch.zeros(query.shape[:3], device="cuda")
-            plan = kernels._BackwardPlan(query, key, value, mask, None, 0.0, self.causal, scale, out, lse, grad_out, delta,
+            plan = kernels._BackwardPlan(query, key, value, mask, None, 0.0, self.causal, scale, out, lse, grad_out,
                                          *grads, self.kernel == "backward_mask", lse.size(-1), self.tf32)  # fmt: skip
         low = kernels._low_part(lse)
+        statistics = plan.allocate(query).zero_()
         if self.kernel == "backward_query":
-            return lambda: plan.query(query, key, value, mask, None, out, lse, low, grad_out, delta, grads[0])
+            return lambda: plan.query(query, key, value, mask, None, out, lse, low, grad_out, statistics, grads[0])
         if self.kernel == "backward_key_value":
-            return lambda: plan.key_value(query, key, value, mask, None, lse, low, grad_out, delta, *grads[1:])
+            return lambda: plan.key_value(query, key, value, mask, None, statistics, grad_out, *grads[1:])
         buffer = torch.empty((plan.splits, *mask.shape), dtype=plan.mask_dtype, device="cuda")
-        return lambda: plan.mask(query, key, value, mask, None, lse, low, grad_out, delta, buffer)
+        return lambda: plan.mask(query, key, value, mask, None, statistics, grad_out, buffer)
 
     @property
     def flops(self):

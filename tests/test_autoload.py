@@ -82,8 +82,8 @@ def test_unset_nothing_is_loaded():
 
 
 def test_the_module_needs_the_standard_library_only():
-    code = "import sys; sys.modules['torch'] = None\nfrom torch_flashbackend.autoload import autoload; autoload(); print(1)"
-    assert run(code)[0] == ["1"]
+    code = "import sys; sys.modules['torch'] = None\nfrom torch_flashbackend.autoload import autoload\n"
+    assert run(code + "autoload()\nprint(1)")[0] == ["1"]
 
 
 @installed

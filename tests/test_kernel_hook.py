@@ -204,7 +204,20 @@ def test_flash_backward(shape, layout):
     out, logsumexp = oracle(query, key, value, None, is_causal)
     grad_out = sample(*out.shape, seed=5).half()
     none = torch.empty(0)
-    args = (grad_out, query, key, value, out.half(), logsumexp, None, None, query.shape[2], key.shape[2], 0.0, is_causal)
+    args = (
+        grad_out,
+        query,
+        key,
+        value,
+        out.half(),
+        logsumexp,
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        is_causal,
+    )
     with hooked_backwards():
         grads = aten._scaled_dot_product_flash_attention_backward(*args, none, none)
     assert_as_meta(grads, aten._scaled_dot_product_flash_attention_backward, *args, none, none)

@@ -239,6 +239,27 @@ def test_activating_another_implementation_takes_ours_out(switch_on):
         _registry._FLASH_ATTENTION_IMPLS.pop("another")
 
 
+def test_failing_to_enable_leaves_the_other_implementation_active(monkeypatch):
+    attention = torch.nn.attention
+
+    class Handle:
+        def remove(self):
+            pass
+
+    attention.register_flash_attention_impl("another", register_fn=Handle)
+    try:
+        attention.activate_flash_attention_impl("another")
+        monkeypatch.setattr(override, "_install", lambda *keys: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            torch_flashbackend.enable()
+        assert current_flash_attention_impl() == "another"
+    finally:
+        from torch.nn.attention import _registry
+
+        attention.restore_flash_attention_impl()
+        _registry._FLASH_ATTENTION_IMPLS.pop("another")
+
+
 def test_a_stale_handle_does_not_switch_a_later_enabling_off():
     torch.nn.attention.activate_flash_attention_impl("flashbackend")
     stale = override._Handle(override._installed)
@@ -312,6 +333,47 @@ def test_calls_not_taken_are_stocks_bit_for_bit():
             assert not inference.requires_grad and not inference.is_inference()
         assert count("stock") == 6
     assert not torch._C._dispatch_tls_is_dispatch_key_excluded(_torch.dispatch_key("AutogradCPU"))
+
+
+def test_the_most_common_calls_go_straight_to_stocks_kernel(monkeypatch):
+    """On a CPU "flash" is another operator, which stands in here for those of a GPU."""
+    handle = _torch.kernel_handle("_scaled_dot_product_flash_attention_for_cpu", "CPU")
+    straight = []
+
+    def kernel(query, key, value, is_causal, scale):
+        straight.append(1)
+        return handle.call_boxed(_torch.ANY_KEYSET, query, key, value, 0.0, is_causal, scale=scale)[0]
+
+    def hook_with_kernel(call_key, stock, kernels):
+        return make(call_key, stock, {"flash": kernel})
+
+    make = override.make_call_hook
+    monkeypatch.setattr("torch_flashbackend.stock.backend", lambda *args: "flash")
+    monkeypatch.setattr(override, "make_call_hook", hook_with_kernel)
+    query, key, value = qkv(2, 3, 8, 16)
+    calls = {
+        "plain": lambda: sdpa(query, key, value),
+        "causal": lambda: sdpa(query, key, value, is_causal=True, scale=0.3),
+        "gradient": lambda: sdpa(query.clone().requires_grad_(), key, value),
+        "mask": lambda: sdpa(query, key, value, sample(8, 8) > 0),
+        "dropout": lambda: sdpa(query, key, value, dropout_p=1e-9),
+        "head_dim": lambda: sdpa(query[..., :12], key[..., :12], value[..., :12]),
+        "rank": lambda: sdpa(query[0], key[0], value[0]),
+        "broadcast": lambda: sdpa(query, key[:1], value[:1]),
+    }
+    expected = {name: call() for name, call in calls.items()}
+    with hooked(leave_all):
+        for name, call in calls.items():
+            straight.clear()
+            for _ in range(3):
+                out = call()
+                torch.testing.assert_close(out, expected[name], atol=0 if name != "dropout" else 1e-5, rtol=0)
+                assert out.requires_grad == (name == "gradient")
+            # The first call of a kind goes the long way.
+            assert len(straight) == (2 if name in ("plain", "causal") else 0), name
+        with torch.profiler.profile() as profile:
+            calls["plain"]()
+        assert not len(straight) and "flash_attention_for_cpu" in str([e.name for e in profile.events()])
 
 
 def test_each_grad_mode_has_its_own_decision():
@@ -605,6 +667,17 @@ def test_the_cache_is_bounded_and_keeps_the_counts(monkeypatch):
         assert count("stock") == 20
     assert not decisions.cache and not decisions.recent
     assert stats().total("stock") == 20
+
+
+def test_a_scale_that_changes_from_call_to_call_is_looked_up_once():
+    query, key, value = qkv(1, 2, 8, 16)
+    with hooked(leave_all):
+        for i in range(20):
+            torch.testing.assert_close(
+                sdpa(query, key, value, scale=0.1 + i),
+                sdpa(query.double(), key.double(), value.double(), scale=0.1 + i).float(),
+            )
+        assert len(decisions.cache) == 2 and len(decisions.recent) == 2
 
 
 def test_without_torchs_guards_the_dictionary_decides(monkeypatch):

@@ -102,6 +102,9 @@ exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
 """Exclude a dispatch key in this thread, as torch.inference_mode does. If it goes: override.py must always use
 the boxed handle, which costs 1 µs more."""
 
+profiler_enabled = torch.autograd._profiler_enabled
+"""Is the profiler on in this thread? If it goes: `lambda: True`, and calls left to stock cost some µs more."""
+
 ANY_KEYSET = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeImplicitAutograd)
 """What a boxed kernel is given that does not look at its keyset."""
 
@@ -180,19 +183,11 @@ def exclude_keys(*keys: str) -> Any:
     return torch._C._ExcludeDispatchKeyGuard(keyset)
 
 
-def float32_precision() -> Any:
-    """The user's setting for float32 matmuls on CUDA devices, in whatever form tells two settings apart. 60 ns.
-
-    If the name goes: torch.backends.cuda.matmul.fp32_precision says the same, more slowly.
-    """
-    return torch._C._get_fp32_precision_getter("cuda", "matmul")
-
-
 def allows_tf32() -> bool:
     """May float32 matrix products on CUDA use TF32? 0.2 us.
 
-    Reads the setting where both of torch's interfaces (allow_tf32 and fp32_precision) arrive; the public getter of the older
-    one raises once the newer was used. If the name goes: TF32 counts as not allowed, which is slower and never wrong.
+    Reads the setting where both of torch's interfaces (allow_tf32 and fp32_precision) arrive; the public getter of the
+    older one raises once the newer was used. If the name goes: TF32 counts as not allowed, slower and never wrong.
     """
     try:
         return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"

@@ -49,7 +49,7 @@ _math_enabled = _torch.math_enabled
 _cudnn_enabled = _torch.cudnn_enabled
 _deterministic = _torch.deterministic_enabled
 _priority_order = _torch.priority_order
-_float32_precision = _torch.float32_precision
+_allows_tf32 = _torch.allows_tf32
 
 cache: dict[tuple[Any, ...], Entry]
 # The module verify.py, from the first decision on: no call is taken before.
@@ -62,16 +62,20 @@ class Entry:
     """What the hooks need to know about one key.
 
     decision: routing's answer. taken: it is not stock. run: what to call for a taken call that needs no change of rank
-    or batch, else None. simple: no gradient is needed.
+    or batch, else None. simple: no gradient is needed. ends_in: for a simple call that stays stock's, "flash", "cudnn"
+    or "efficient" if PyTorch passes the arguments to that kernel as they are, else None. kernel: that kernel, which
+    the call hook puts there.
     """
 
-    __slots__ = ("decision", "run", "simple", "taken")
+    __slots__ = ("decision", "ends_in", "kernel", "run", "simple", "taken")
 
-    def __init__(self, decision: Any, simple: bool, run: Callable[..., Any] | None) -> None:
+    def __init__(self, decision: Any, simple: bool, run: Callable[..., Any] | None, ends_in: str | None = None) -> None:
         self.decision = decision
         self.taken = decision.backend != "stock"
         self.run = run
         self.simple = simple
+        self.ends_in = ends_in
+        self.kernel: Callable[..., Any] | None = None
 
 
 cache = {}
@@ -84,16 +88,16 @@ class Recent:
     rest: everything else that counts, as `settings` gives it.
     """
 
-    __slots__ = ("alignment", "check", "entry", "order", "precision", "rest")
+    __slots__ = ("alignment", "check", "entry", "order", "rest", "tf32")
 
     def __init__(
-        self, check: Callable[..., bool], alignment: int, rest: tuple[Any, ...], precision: Any, entry: Entry
+        self, check: Callable[..., bool], alignment: int, rest: tuple[Any, ...], tf32: Any, entry: Entry
     ) -> None:
         self.check = check
         self.alignment = alignment
         self.rest = rest
         self.order = _priority_order()
-        self.precision = precision
+        self.tf32 = tf32
         self.entry = entry
 
 
@@ -103,11 +107,11 @@ recent_with_mask: list[Recent] = []
 
 
 def settings(dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool, entry: Any) -> tuple[Any, ...]:
-    """What counts for a decision beside the tensors."""
+    """What counts for a decision beside the tensors. A scale counts by its sign and by whether it is finite."""
     return (
         dropout_p,
         is_causal,
-        scale,
+        scale if scale is None else (scale > 0.0, scale - scale == 0.0),
         enable_gqa,
         entry,
         torch.is_grad_enabled(),
@@ -131,7 +135,7 @@ def find(among: list[Recent], rest: tuple[Any, ...], *tensors: Tensor) -> Entry 
             and one.check(*tensors)
             and one.alignment == _alignment(*tensors[:3])
             and one.order == _priority_order()
-            and (one.precision is None or one.precision == _float32_precision())
+            and (one.tf32 is None or one.tf32 == _allows_tf32())
         ):
             return one.entry
     return None
@@ -141,9 +145,9 @@ def remember(among: list[Recent], rest: tuple[Any, ...], entry: Entry, *tensors:
     """Let `find` find this call."""
     check = _torch.tensor_guard(tensors)
     if check is not None:
-        precision = _float32_precision() if tensors[0].dtype is _float32 else None
+        tf32 = _allows_tf32() if tensors[0].dtype is _float32 else None
         with _lock:
-            among.insert(0, Recent(check, _alignment(*tensors[:3]), rest, precision, entry))
+            among.insert(0, Recent(check, _alignment(*tensors[:3]), rest, tf32, entry))
             del among[RECENT:]
 
 
@@ -173,6 +177,7 @@ def signature(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    *,
     grad_mode: bool,
     entry: Any,
 ) -> tuple[Any, ...]:
@@ -221,7 +226,7 @@ def signature(
         _cudnn_enabled(),
         _deterministic(),
         tuple(_priority_order()),
-        _float32_precision() if dtype is _float32 else None,
+        _allows_tf32() if dtype is _float32 else None,
         entry,
     )
 
@@ -235,8 +240,8 @@ def decide(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-    entry: str,
     *,
+    entry: str,
     allowed: tuple[str, ...] | None = None,
     keep_as: tuple[Any, ...] | None = None,
 ) -> Entry:
@@ -262,7 +267,9 @@ def decide(
 
         if attn_mask is None or attn_mask.dim() <= 4:
             run = ops.run
-    result = Entry(decision, not problem.requires_grad, run)
+    simple = not problem.requires_grad
+    ends_in = _passed_on_to(problem) if simple and decision.backend == "stock" and keep_as is not None else None
+    result = Entry(decision, simple, run, ends_in)
     if keep_as is None:
         stats.register(decision, traced=True)
         return result
@@ -272,6 +279,29 @@ def decide(
         cache[keep_as] = result
         stats.register(decision)
     return result
+
+
+def _passed_on_to(problem: Any) -> str | None:
+    """The fused kernel of stock's that gets query, key and value unchanged, in all versions supported.
+
+    Not where stock prepares a mask, pads head_dim (flash, to a multiple of 8) or has rules for grouped heads.
+    """
+    query, key, value = problem.query_shape, problem.key_shape, problem.value_shape
+    if (
+        problem.mask is None
+        and problem.dropout_p == 0.0
+        and not problem.enable_gqa
+        and problem.aligned
+        and len(query) == len(key) == len(value) == 4
+        and query[:2] == key[:2] == value[:2]
+        and key[2] == value[2]
+        and query[3] == key[3] == value[3]
+        and query[3] % 8 == 0
+        and 0 not in (*query, *key)
+        and problem.stock_backend in ("flash", "cudnn", "efficient")
+    ):
+        return problem.stock_backend
+    return None
 
 
 def _same_layout(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _torch, decisions
 
@@ -155,13 +156,20 @@ def _call(
 ) -> Any:
     """Decide, from the cache where the call is an eager one on plain tensors, and run."""
     arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    keep_as = None
-    entry = None
-    if not _torch.transforms_active() and decisions.is_plain(query, key, value, attn_mask):
-        keep_as = decisions.signature(*arguments, torch.is_grad_enabled(), ("direct", allowed))
-        entry = decisions.cache.get(keep_as)
-    if entry is None:
-        entry = decisions.decide(*arguments, "direct", allowed=allowed, keep_as=keep_as)
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    among = decisions.recent if attn_mask is None else decisions.recent_with_mask
+    who = ("direct", allowed)
+    rest = decisions.settings(dropout_p, is_causal, scale, enable_gqa, who)
+    entry = decisions.find(among, rest, *tensors)
+    if entry is None or forward_ad._current_level >= 0:
+        if _torch.transforms_active() or not decisions.is_plain(*tensors):
+            entry = decisions.decide(*arguments, entry="direct", allowed=allowed)
+        else:
+            keep_as = decisions.signature(*arguments, grad_mode=torch.is_grad_enabled(), entry=who)
+            entry = decisions.cache.get(keep_as)
+            if entry is None:
+                entry = decisions.decide(*arguments, entry="direct", allowed=allowed, keep_as=keep_as)
+            decisions.remember(among, rest, entry, *tensors)
     decision = entry.decision
     decision.calls += 1
     if not entry.taken:

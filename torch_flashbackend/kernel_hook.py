@@ -13,7 +13,8 @@ For a row with every key masked that is +inf in efficient's and flash's, -inf in
 either.
 
 What costs a call that is not taken least: a hook is a Python call around a kernel of C++, 5 µs. So
-- a call that the call hook has left to stock is marked, and only passed on here;
+- a call that the call hook has left to stock is marked, and only passed on here; and the most common kind of it, with
+  no gradient and no mask, does not come here at all (`KernelHook.kernels`);
 - no backward is hooked until a forward of the same kind has been taken: a program of which nothing is taken never pays.
 Dropout is stock's here: its seed and offset come out of the operators in stock's own generator's terms.
 """
@@ -50,6 +51,8 @@ BIAS_ALIGNMENT = 16
 
 _TRAINING = frozenset(BACKWARDS.values())
 _mark = _torch.thread_mark
+# Stock's kernels do not look at the key set that they are given.
+_any_keyset = _torch.ANY_KEYSET
 _flash_enabled = _torch.flash_enabled
 
 
@@ -62,6 +65,10 @@ class KernelHook:
         self._library: torch.library.Library | None = None
         self._lock = threading.Lock()
         self._hooked: list[str] = []
+        self.kernels: dict[str, Callable[..., Tensor]] = {}
+        """Stock's forward kernels by backend, as `kernel(query, key, value, is_causal, scale) -> output` without
+        gradients, mask or dropout. The call hook calls them for calls that stay stock's: past the composite function,
+        which would call them through the dispatcher and so through the hooks here, once more into Python."""
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -93,10 +100,13 @@ class KernelHook:
         if stock is None and self.key == "CUDA":
             return  # A build without CUDA: nobody can call it.
         self._hooked.append(op)
+        if stock is not None and op in _STRAIGHT:
+            backend, straight = _STRAIGHT[op]
+            self.kernels[backend] = straight(stock.call_boxed)
         with warnings.catch_warnings():
             # torch says so when a kernel of C++ is overridden, which is what we are here for.
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
-            self._library.impl(op, _MAKERS[op](self, stock), self.key, with_keyset=True)
+            self._library.impl(op, _MAKERS[op](self, stock), self.key)
 
     def forward_taken(self, op: str) -> None:
         """Hook the backward of `op`, if that has not been done yet."""
@@ -106,6 +116,31 @@ class KernelHook:
         with self._lock:
             if self._library is not None and backward not in self._hooked:
                 self._hook(backward)
+
+
+def _straight_flash(call_boxed: Any) -> Callable[..., Tensor]:
+    return lambda query, key, value, is_causal, scale: call_boxed(
+        _any_keyset, query, key, value, 0.0, is_causal, False, scale=scale
+    )[0]
+
+
+def _straight_efficient(call_boxed: Any) -> Callable[..., Tensor]:
+    return lambda query, key, value, is_causal, scale: call_boxed(
+        _any_keyset, query, key, value, None, False, 0.0, is_causal, scale=scale
+    )[0]
+
+
+def _straight_cudnn(call_boxed: Any) -> Callable[..., Tensor]:
+    return lambda query, key, value, is_causal, scale: call_boxed(
+        _any_keyset, query, key, value, None, False, 0.0, is_causal, False, scale=scale
+    )[0]
+
+
+_STRAIGHT = {
+    FLASH: ("flash", _straight_flash),
+    EFFICIENT: ("efficient", _straight_efficient),
+    CUDNN: ("cudnn", _straight_cudnn),
+}
 
 
 def _entry_for(
@@ -127,10 +162,10 @@ def _entry_for(
     if entry is None:
         with torch.set_grad_enabled(grad_mode):
             arguments = (query, key, value, attn_bias, 0.0, is_causal, scale, gqa)
-            keep_as = decisions.signature(*arguments, grad_mode, op)
+            keep_as = decisions.signature(*arguments, grad_mode=grad_mode, entry=op)
             entry = decisions.cache.get(keep_as)
             if entry is None:
-                entry = decisions.decide(*arguments, op, keep_as=keep_as)
+                entry = decisions.decide(*arguments, entry=op, keep_as=keep_as)
                 entry.taken = entry.decision.backend == "triton"
         decisions.remember(among, rest, entry, *tensors)
     entry.decision.calls += 1
@@ -219,11 +254,11 @@ def _without_minus_infinity(logsumexp: Tensor) -> Tensor:
     return logsumexp.masked_fill_(logsumexp == -float("inf"), float("inf"))
 
 
-def _call_stock(stock: Any, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_stock(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run stock's kernel, marked: some call another of the hooked operators in turn."""
     before, _mark.stock = _mark.stock, True
     try:
-        return stock.call_boxed(keyset, *args, **kwargs)
+        return stock.call_boxed(_any_keyset, *args, **kwargs)
     finally:
         _mark.stock = before
 
@@ -232,11 +267,11 @@ def _make(op: str, forward: bool, answer: Callable[..., Any]) -> Callable[[Kerne
     """A hook: `answer(*args, **kwargs)` returns None for a call that stays stock's."""
 
     def make(owner: KernelHook, stock: Any) -> Callable[..., Any]:
-        call_boxed = stock.call_boxed if stock is not None else None
+        call_boxed: Any = stock.call_boxed if stock is not None else None
 
-        def hook(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        def hook(*args: Any, **kwargs: Any) -> Any:
             if _mark.stock:
-                return call_boxed(keyset, *args, **kwargs)
+                return call_boxed(_any_keyset, *args, **kwargs)
             # An explicit sdpa_kernel(CUDNN_ATTENTION) stays cuDNN's.
             if _flash_enabled():
                 try:
@@ -248,7 +283,7 @@ def _make(op: str, forward: bool, answer: Callable[..., Any]) -> Callable[[Kerne
                     if forward:
                         owner.forward_taken(op)
                     return result
-            return _call_stock(stock, keyset, args, kwargs)
+            return _call_stock(stock, args, kwargs)
 
         return hook
 

@@ -43,9 +43,16 @@ def enable() -> None:
     with _lock:
         if _installed is not None:
             return
-        attention = torch.nn.attention
+        import torch.nn.attention as attention
+
+        before = attention.current_flash_attention_impl()
         attention.register_flash_attention_impl(NAME, register_fn=activate)
-        attention.activate_flash_attention_impl(NAME)
+        try:
+            attention.activate_flash_attention_impl(NAME)
+        except BaseException:
+            if before is not None:
+                attention.activate_flash_attention_impl(before)
+            raise
 
 
 def disable() -> None:
@@ -107,7 +114,7 @@ def _install(call_key: str, kernel_key: str | None) -> None:
     kernels = kernel_hook.KernelHook(kernel_key)
     try:
         kernels.register(_refuse_if_taken)
-        hook = make_call_hook(call_key, stock)
+        hook = make_call_hook(call_key, stock, kernels.kernels)
         library.impl(OP, hook, call_key)
         installation = _Installation(library, kernels, (OP, *kernels.ops))
         _forget_compiled(installation.ops)
@@ -175,18 +182,20 @@ class _CacheTag:
         config.cache_key_tag = "+".join(parts)
 
 
-def make_call_hook(call_key: str, stock: Any) -> Callable[..., Tensor]:
+def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., Tensor]]) -> Callable[..., Tensor]:
     """The kernel that stands in for aten::scaled_dot_product_attention at `call_key`.
 
-    stock: the kernel that was there. Everything that a call needs is bound here, once. A call that is left to stock and
-    needs no gradient goes through torch's own Python function with autograd's keys excluded, as in inference mode: that
-    is 1 µs cheaper than the boxed handle.
+    stock: the kernel that was there; kernels: those that it ends in (KernelHook.kernels). Everything that a call needs
+    is bound here, once. A call that is left to stock and needs no gradient runs with autograd's keys excluded, as in
+    inference mode, which is cheaper: the kernel itself where PyTorch would pass it the arguments as they are, else
+    torch's own Python function.
     """
     autograd_key = _torch.dispatch_key(call_key)
     view_key = _torch.dispatch_key("ADInplaceOrView")
     mark = _torch.thread_mark
     functorch_active = _torch.functorch_active
     function_modes = _torch.function_modes
+    profiler_enabled = _torch.profiler_enabled
     exclude_key = _torch.exclude_key
     is_grad_enabled = torch.is_grad_enabled
     stock_sdpa = _torch.stock_sdpa
@@ -199,18 +208,19 @@ def make_call_hook(call_key: str, stock: Any) -> Callable[..., Tensor]:
     cudnn_enabled = _torch.cudnn_enabled
     deterministic = _torch.deterministic_enabled
     priority_order = _torch.priority_order
-    float32_precision = _torch.float32_precision
+    allows_tf32 = _torch.allows_tf32
     recent = decisions.recent
     recent_with_mask = decisions.recent_with_mask
 
     def look_up(*arguments: Any) -> decisions.Entry:
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
         if not decisions.is_plain(query, key, value, attn_mask):
-            return decisions.decide(*arguments, "sdpa")
-        keep_as = decisions.signature(*arguments, torch.is_grad_enabled(), None)
+            return decisions.decide(*arguments, entry="sdpa")
+        keep_as = decisions.signature(*arguments, grad_mode=torch.is_grad_enabled(), entry=None)
         entry = decisions.cache.get(keep_as)
         if entry is None:
-            entry = decisions.decide(*arguments, "sdpa", keep_as=keep_as)
+            entry = decisions.decide(*arguments, entry="sdpa", keep_as=keep_as)
+            entry.kernel = kernels.get(entry.ends_in or "")
         rest = decisions.settings(dropout_p, is_causal, scale, enable_gqa, None)
         if attn_mask is None:
             decisions.remember(recent, rest, entry, query, key, value)
@@ -231,8 +241,8 @@ def make_call_hook(call_key: str, stock: Any) -> Callable[..., Tensor]:
     ) -> Tensor:
         # This is decisions.settings and decisions.find, spelled out: two calls of Python functions are 0.3 µs.
         rest = (
-            dropout_p, is_causal, scale, enable_gqa, None, is_grad_enabled(),
-            flash_enabled(), efficient_enabled(), math_enabled(), cudnn_enabled(), deterministic(),
+            dropout_p, is_causal, scale if scale is None else (scale > 0.0, scale - scale == 0.0), enable_gqa, None,
+            is_grad_enabled(), flash_enabled(), efficient_enabled(), math_enabled(), cudnn_enabled(), deterministic(),
         )  # fmt: skip
         for one in recent if attn_mask is None else recent_with_mask:
             if (
@@ -241,7 +251,7 @@ def make_call_hook(call_key: str, stock: Any) -> Callable[..., Tensor]:
                 and (one.check(query, key, value) if attn_mask is None else one.check(query, key, value, attn_mask))
                 and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15 == one.alignment
                 and one.order == priority_order()
-                and (one.precision is None or one.precision == float32_precision())
+                and (one.tf32 is None or one.tf32 == allows_tf32())
                 and forward_ad._current_level < 0
             ):
                 entry = one.entry
@@ -282,6 +292,9 @@ def make_call_hook(call_key: str, stock: Any) -> Callable[..., Tensor]:
             exclude_key(autograd_key, True)
             exclude_key(view_key, True)
             try:
+                kernel = entry.kernel
+                if kernel is not None and not profiler_enabled():
+                    return kernel(query, key, value, is_causal, scale)
                 if scale is None and not enable_gqa:
                     return stock_sdpa(query, key, value, attn_mask, dropout_p, is_causal)
                 return stock_sdpa(

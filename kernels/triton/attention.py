@@ -221,35 +221,41 @@ def _low_part(logsumexp: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class _BackwardPlan:
-    """The launches of one backward: dQ (always, it makes delta), then dK and dV, then the mask's gradient."""
+    """The launches of one backward: dQ (always, it leaves the row statistics), then dK and dV, then the mask's gradient."""
 
-    def __init__(self, query, key, value, mask, seed, dropout_p, is_causal, scale, out, logsumexp, grad_out, delta,
+    def __init__(self, query, key, value, mask, seed, dropout_p, is_causal, scale, out, logsumexp, grad_out,
                  grad_query, grad_key, grad_value, needs_mask, logsumexp_pitch, allow_tf32, target=None):  # fmt: skip
         tensors = [t for t in (query, key, value, out, grad_out, grad_query, grad_key, grad_value) if t is not None]
         call = _Call(query, key, value, mask, dropout_p, is_causal, scale, tensors, allow_tf32, target)
         low = logsumexp if logsumexp.dim() == 4 else None
         inputs = {"query": query, "key": key, "value": value, "mask": mask, "dropout_seed": seed}
-        statistics = {"logsumexp": logsumexp, "logsumexp_low": low, "grad_out": grad_out, "delta": delta}
+        # Rows of statistics reach to the end of the last tile of every kernel, so that nobody needs bounds there.
+        kernels = ("backward_query", "backward_key_value", "backward_mask")
+        longest = max(call.tile(kernel).block_m for kernel in kernels)
+        self.padded_q = math.ceil(call.seqlen_q / longest) * longest
+        self.planes = 2 if low is None else 3
+        plane = call.batch * call.heads * self.padded_q
+        statistics = {"statistics": self.allocate(query)}
         strides = (call.strides("qb qh qm qd", query) | call.strides("kb kh kn kd", key)
                    | call.strides("vb vh vn vd", value) | call.strides("gb gh gm gd", grad_out))  # fmt: skip
-        scalars = (call.sizes | call.dropout | {"logsumexp_pitch": ("i64", logsumexp_pitch),
-                   "scale": ("fp32", call.kernel_scale), "out_scale": ("fp32", scale)})  # fmt: skip
+        scalars = (call.sizes | call.dropout | {"padded_q": ("i32", self.padded_q), "plane": ("i64", plane), "scale": ("fp32", call.kernel_scale), "out_scale": ("fp32", scale)})  # fmt: skip
         names = {"HAS_LOW": low is not None}
 
         tile = call.tile("backward_query")
-        pointers = inputs | {"out": out} | statistics | {"grad_query": grad_query}
+        pointers = inputs | {"out": out, "logsumexp": logsumexp, "logsumexp_low": low, "grad_out": grad_out} | statistics
+        pointers |= {"grad_query": grad_query}
         query_strides = strides | call.strides("ob oh om od", out)
         query_strides |= call.strides("dqb dqh dqm dqd", query if grad_query is None else grad_query)
         self.query = call.launch(
-            backward_kernels.attention_backward_query, math.ceil(call.seqlen_q / tile.block_m) * call.batch * call.heads,
-            tile, pointers, query_strides, call.strides_of_mask(), scalars, names | {"ONLY_DELTA": grad_query is None},
+            backward_kernels.attention_backward_query, self.padded_q // tile.block_m * call.batch * call.heads, tile,
+            pointers, query_strides, call.strides_of_mask(), scalars | {"logsumexp_pitch": ("i64", logsumexp_pitch)}, names | {"ONLY_DELTA": grad_query is None},
             {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
         )  # fmt: skip
 
         self.key_value = None
         if grad_key is not None:
             tile = call.tile("backward_key_value")
-            pointers = inputs | statistics | {"grad_key": grad_key, "grad_value": grad_value}
+            pointers = inputs | statistics | {"grad_out": grad_out, "grad_key": grad_key, "grad_value": grad_value}
             key_strides = strides | call.strides("dkb dkh dkn dkd", grad_key) | call.strides("dvb dvh dvn dvd", grad_value)
             self.key_value = call.launch(
                 backward_kernels.attention_backward_key_value,
@@ -279,12 +285,16 @@ class _BackwardPlan:
             scalars |= {name: ("i32", count) for name, count in counts.items()}
             # Its type is all that matters of the pointer here; each call brings its own buffer.
             self.mask_dtype = mask.dtype if self.splits == 1 else torch.float32
-            pointers = inputs | statistics | {"grad_mask": torch.empty(0, dtype=self.mask_dtype, device=query.device)}
+            pointers = inputs | statistics | {"grad_out": grad_out, "grad_mask": torch.empty(0, dtype=self.mask_dtype, device=query.device)}
             self.mask = call.launch(
                 backward_kernels.attention_backward_mask, owned * self.splits, tile, pointers, strides,
                 call.strides_of_mask() | mask_strides, scalars,
                 names | {"MASK_PER_KEY": mask_q == 1, "MASK_PER_QUERY": mask_k == 1},
             )  # fmt: skip
+
+    def allocate(self, query) -> torch.Tensor:
+        """Room for the row statistics: float32 [planes, B, H, padded_q]."""
+        return torch.empty((self.planes, *query.shape[:2], self.padded_q), dtype=torch.float32, device=query.device)
 
 
 def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
@@ -302,20 +312,19 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dr
         None if grad_key is None else (_signature(grad_key), _signature(grad_value)),
         logsumexp.shape, dropout_p, is_causal, scale, needs_mask, allow_tf32, query.device, True,
     )  # fmt: skip
-    delta = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     plan = _plans.get(plan_key)
     if plan is None:
         plan = _remember(plan_key, _BackwardPlan(
-            query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, grad_out, delta, grad_query,
+            query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, grad_out, grad_query,
             grad_key, grad_value, needs_mask, pitch, allow_tf32))  # fmt: skip
-    low = _low_part(logsumexp)
-    plan.query(query, key, value, mask, dropout_seed, out, logsumexp, low, grad_out, delta, grad_query)
+    statistics = plan.allocate(query)
+    plan.query(query, key, value, mask, dropout_seed, out, logsumexp, _low_part(logsumexp), grad_out, statistics, grad_query)
     if plan.key_value is not None:
-        plan.key_value(query, key, value, mask, dropout_seed, logsumexp, low, grad_out, delta, grad_key, grad_value)
+        plan.key_value(query, key, value, mask, dropout_seed, statistics, grad_out, grad_key, grad_value)
     if plan.mask is None:
         return None
     buffer = torch.empty((plan.splits, *mask.shape), dtype=plan.mask_dtype, device=query.device)
-    plan.mask(query, key, value, mask, dropout_seed, logsumexp, low, grad_out, delta, buffer)
+    plan.mask(query, key, value, mask, dropout_seed, statistics, grad_out, buffer)
     return buffer[0] if plan.splits == 1 else buffer.sum(0).to(mask.dtype)
 
 
@@ -333,8 +342,7 @@ def compile_for(target, query, key, value, mask=None, *, dropout_p=0.0, is_causa
     launches = [_plan_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, allow_tf32, target)]
     if backward:
         grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
-        delta = torch.empty(query.shape[:3])
-        plan = _BackwardPlan(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, torch.empty_like(out), delta,
+        plan = _BackwardPlan(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, torch.empty_like(out),
                              *grads, mask_gradient, query.size(2), allow_tf32, target)  # fmt: skip
         launches += [launch for launch in (plan.query, plan.key_value, plan.mask) if launch is not None]
     return {launch.name: launch.compile(target) for launch in launches if only in (None, launch.name)}

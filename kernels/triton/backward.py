@@ -5,7 +5,7 @@ delta = rowsum(grad_out * out):
 
     dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dQ = scale * dS K      dK = scale * dS^T Q      dMask = dS
 
-    attention_backward_query      BLOCK_M rows of dQ of one head, loops over keys; computes and stores delta on its way
+    attention_backward_query      BLOCK_M rows of dQ of one head, loops over keys; leaves logsumexp and delta for the others
     attention_backward_key_value  BLOCK_N rows of dK and dV of one kv head, loops over the queries of all heads of its group
     attention_backward_mask       a tile of the float mask's gradient, loops over whatever the mask was broadcast over
 
@@ -35,21 +35,18 @@ from .common import (
 
 
 @triton.jit
-def _load_logsumexp(logsumexp, logsumexp_low, position, inside, MASK: tl.constexpr, HAS_LOW: tl.constexpr):
-    """(high, low), high in units of log2 unless there is a float mask.
+def _load_statistics(statistics, plane, position, HAS_LOW: tl.constexpr):
+    """(high, low, delta) of some rows, as attention_backward_query left them: three planes of [B, H, padded seqlen_q].
 
-    +inf stands for a row that sees no key and for rows past the end, so that their probabilities come out as zeros (our
-    forward writes -inf for the former, some of PyTorch's write +inf).
+    The planes reach past the end of the sequence and hold nothing that needs a bound or a special case there.
     """
-    high = tl.load(logsumexp + position, mask=inside, other=float("inf"))
-    high = tl.where(high == float("-inf"), float("inf"), high)
-    if MASK != MASK_FLOAT:
-        high = high * LOG2E
+    high = tl.load(statistics + position)
+    delta = tl.load(statistics + plane + position)
     if HAS_LOW:
-        low = tl.load(logsumexp_low + position, mask=inside, other=0.0)
+        low = tl.load(statistics + 2 * plane + position)
     else:
-        low = tl.zeros_like(high)
-    return high, low
+        low = 0.0
+    return high, low, delta
 
 
 @triton.jit
@@ -115,7 +112,7 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, fi
 
 @triton.jit
 def attention_backward_query(
-    query, key, value, mask, dropout_seed, out, logsumexp, logsumexp_low, grad_out, delta, grad_query,
+    query, key, value, mask, dropout_seed, out, logsumexp, logsumexp_low, grad_out, statistics, grad_query,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -123,17 +120,21 @@ def attention_backward_query(
     stride_ob, stride_oh, stride_om, stride_od,
     stride_gb, stride_gh, stride_gm, stride_gd,
     stride_dqb, stride_dqh, stride_dqm, stride_dqd,
-    logsumexp_pitch, num_heads, group_size, seqlen_q, seqlen_k, scale, out_scale, dropout_threshold, dropout_scale,
+    logsumexp_pitch, padded_q, plane, num_heads, group_size, seqlen_q, seqlen_k, scale, out_scale, dropout_threshold,
+    dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
     ONLY_DELTA: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """grad_query like query; delta [B, H, seqlen_q] float32. ONLY_DELTA: the query needs no gradient.
+    """grad_query like query, and the row statistics for the other kernels. ONLY_DELTA: the query needs no gradient.
 
-    scale multiplies the scores (with log2(e) unless there is a float mask), out_scale the result.
+    scale multiplies the scores (with log2(e) unless there is a float mask), out_scale the result. statistics is float32,
+    planes of [B, H, padded_q]: logsumexp in the units of the scores, delta and, if HAS_LOW, logsumexp_low. Rows that see no
+    key and rows past the end get +inf, so that their probabilities come out as zeros: our forward writes -inf for the
+    former, some of PyTorch's +inf.
     """
-    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    num_tiles = padded_q // BLOCK_M
     program = tl.program_id(0)
     head_index = program // num_tiles
     tile = program % num_tiles
@@ -151,8 +152,20 @@ def attention_backward_query(
     inside = query_index < seqlen_q
     grad_out_tile = load_tile(grad_out, first_query, rows, stride_gm, stride_gd, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
     out_tile = load_tile(out, first_query, rows, stride_om, stride_od, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
-    row_delta = tl.sum(out_tile.to(tl.float32) * grad_out_tile.to(tl.float32), 1)
-    tl.store(delta + head_index.to(tl.int64) * seqlen_q + query_index, row_delta, mask=inside)
+    delta = tl.sum(out_tile.to(tl.float32) * grad_out_tile.to(tl.float32), 1)
+    position = head_index.to(tl.int64) * logsumexp_pitch + query_index
+    high = tl.load(logsumexp + position, mask=inside, other=float("inf"))
+    high = tl.where(high == float("-inf"), float("inf"), high)
+    if MASK != MASK_FLOAT:
+        high = high * LOG2E
+    position_padded = head_index.to(tl.int64) * padded_q + query_index
+    tl.store(statistics + position_padded, high)
+    tl.store(statistics + plane + position_padded, delta)
+    if HAS_LOW:
+        low = tl.load(logsumexp_low + position, mask=inside, other=0.0)
+        tl.store(statistics + 2 * plane + position_padded, low)
+    else:
+        low = tl.zeros_like(high)
 
     if not ONLY_DELTA:
         query += batch * stride_qb + head * stride_qh
@@ -168,8 +181,6 @@ def attention_backward_query(
         else:
             seed = 0
             row_key = 0
-        position = head_index.to(tl.int64) * logsumexp_pitch + query_index
-        high, low = _load_logsumexp(logsumexp, logsumexp_low, position, inside, MASK, HAS_LOW)
         query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
         grad_query_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         if CAUSAL:
@@ -179,22 +190,22 @@ def attention_backward_query(
             last = seqlen_k
             whole = seqlen_k // BLOCK_N * BLOCK_N
         grad_query_tile = _visit_keys(
-            grad_query_tile, query_tile, grad_out_tile, high, low, row_delta, 0, whole, query_index, row_key, key, value,
+            grad_query_tile, query_tile, grad_out_tile, high, low, delta, 0, whole, query_index, row_key, key, value,
             mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
             scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, False, CAUSAL,
             MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
         if whole < last:
             grad_query_tile = _visit_keys(
-                grad_query_tile, query_tile, grad_out_tile, high, low, row_delta, whole, last, query_index, row_key, key,
+                grad_query_tile, query_tile, grad_out_tile, high, low, delta, whole, last, query_index, row_key, key,
                 value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
                 seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
                 BLOCK_N, True, CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
-        store_tile(grad_query, grad_query_tile * out_scale, first_query, rows, stride_dqm, stride_dqd, seqlen_q, BLOCK_D, HEAD_DIM)
+        store_tile(grad_query, grad_query_tile * out_scale, first_query, rows, stride_dqm, stride_dqd, seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE)
 
 
 @triton.jit
 def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, key_index, column_key, query, mask,
-                   batch, head, seed, logsumexp, logsumexp_low, grad_out, delta, head_index, stride_qm, stride_qd, stride_gm,
+                   batch, head, seed, statistics, plane, grad_out, head_index, stride_qm, stride_qd, stride_gm,
                    stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
                    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                    BLOCK_M: tl.constexpr, BOUND_QUERIES: tl.constexpr, DIAGONAL: tl.constexpr, MASK: tl.constexpr,
@@ -205,19 +216,18 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
     rows = tl.arange(0, BLOCK_M)
     for start in tl.range(first, last, BLOCK_M):
         query_index = start + rows
-        inside = query_index < seqlen_q
         query_tile = stream_tile(query, batch, head, start, rows, stride_qm, stride_qd, seqlen_q, BLOCK_M, BLOCK_D, HEAD_DIM,
                                  UNIT_STRIDE, BOUND_QUERIES, TMA)  # fmt: skip
         grad_out_tile = stream_tile(grad_out, batch, head, start, rows, stride_gm, stride_gd, seqlen_q, BLOCK_M, BLOCK_DV,
                                     HEAD_DIM_V, UNIT_STRIDE, BOUND_QUERIES, TMA)  # fmt: skip
-        high, low = _load_logsumexp(logsumexp, logsumexp_low, query_index, inside, MASK, HAS_LOW)
-        row_delta = tl.load(delta + query_index, mask=inside, other=0.0)
+        # Broadcast to rank 2 first: the loads then have the layout of the scores.
+        high, low, delta = _load_statistics(statistics, plane, query_index[None, :], HAS_LOW)
         scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
         grad_probabilities = tl.dot(value_tile, tl.trans(grad_out_tile), input_precision=PRECISION)
         row_key = dropout_row_key(seed, query_index, head_index)[None, :] if DROPOUT else 0
         # Keys past the end are not stored: they need no bounds.
         kept, grad_scores = _gradient_tile(
-            scores, grad_probabilities, high[None, :], low[None, :], row_delta[None, :], query_index[None, :],
+            scores, grad_probabilities, high, low, delta, query_index[None, :],
             key_index[:, None], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
             dropout_threshold, dropout_scale, False, DIAGONAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT)  # fmt: skip
         grad_value_tile = tl.dot(kept.to(grad_out_tile.dtype), grad_out_tile, grad_value_tile, input_precision=PRECISION)
@@ -227,7 +237,7 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
 
 @triton.jit
 def attention_backward_key_value(
-    query, key, value, mask, dropout_seed, logsumexp, logsumexp_low, grad_out, delta, grad_key, grad_value,
+    query, key, value, mask, dropout_seed, statistics, grad_out, grad_key, grad_value,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -235,13 +245,13 @@ def attention_backward_key_value(
     stride_gb, stride_gh, stride_gm, stride_gd,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd,
     stride_dvb, stride_dvh, stride_dvn, stride_dvd,
-    logsumexp_pitch, num_heads, group_size, seqlen_q, seqlen_k, scale, out_scale, dropout_threshold, dropout_scale,
+    padded_q, plane, num_heads, group_size, seqlen_q, seqlen_k, scale, out_scale, dropout_threshold, dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs delta."""
+    """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics."""
     num_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     program = tl.program_id(0)
     kv_index = program // num_tiles
@@ -265,49 +275,37 @@ def attention_backward_key_value(
     value_tile = load_tile(value, first_key, keys, stride_vn, stride_vd, seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
     grad_key_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_value_tile = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    if CAUSAL:
-        first = first_key // BLOCK_M * BLOCK_M
-        whole = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, seqlen_q)
-    else:
-        first = 0
-        whole = 0
+    # Causal: one loop that compares everywhere beats a loop for the diagonal and one for the rest (11% at head_dim 128), which
+    # share their registers badly.
+    first = first_key // BLOCK_M * BLOCK_M if CAUSAL else 0
     for member in range(group_size):
         head_index = kv_index * group_size + member
         head = kv_head * group_size + member
         head_query = query if TMA else query + (batch * stride_qb + head * stride_qh)
         head_grad_out = grad_out if TMA else grad_out + (batch * stride_gb + head * stride_gh)
         head_mask = mask + (batch * stride_mb + head * stride_mh) if MASK != MASK_NONE else mask
-        head_logsumexp = logsumexp + head_index.to(tl.int64) * logsumexp_pitch
-        head_logsumexp_low = logsumexp_low + head_index.to(tl.int64) * logsumexp_pitch if HAS_LOW else logsumexp_low
-        head_delta = delta + head_index.to(tl.int64) * seqlen_q
+        head_statistics = statistics + head_index.to(tl.int64) * padded_q
         column_key = dropout_column_key(seed, key_index, head_index)[:, None] if DROPOUT else 0
-        if CAUSAL:
-            grad_key_tile, grad_value_tile = _visit_queries(
-                grad_key_tile, grad_value_tile, key_tile, value_tile, first, whole, key_index, column_key, head_query,
-                head_mask, batch, head, seed, head_logsumexp, head_logsumexp_low, head_grad_out, head_delta, head_index, stride_qm,
-                stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
-                dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BOUND_QUERIES, True, MASK, MASK_PER_KEY,
-                MASK_UNIT_STRIDE, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
         grad_key_tile, grad_value_tile = _visit_queries(
-            grad_key_tile, grad_value_tile, key_tile, value_tile, whole, seqlen_q, key_index, column_key, head_query,
-            head_mask, batch, head, seed, head_logsumexp, head_logsumexp_low, head_grad_out, head_delta, head_index, stride_qm,
-            stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
-            dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BOUND_QUERIES, False, MASK, MASK_PER_KEY,
-            MASK_UNIT_STRIDE, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
-    store_tile(grad_key, grad_key_tile * out_scale, first_key, keys, stride_dkn, stride_dkd, seqlen_k, BLOCK_D, HEAD_DIM)
-    store_tile(grad_value, grad_value_tile, first_key, keys, stride_dvn, stride_dvd, seqlen_k, BLOCK_DV, HEAD_DIM_V)
+            grad_key_tile, grad_value_tile, key_tile, value_tile, first, seqlen_q, key_index, column_key, head_query,
+            head_mask, batch, head, seed, head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm,
+            stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM,
+            HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BOUND_QUERIES, CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, HAS_LOW,
+            DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
+    store_tile(grad_key, grad_key_tile * out_scale, first_key, keys, stride_dkn, stride_dkd, seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE)
+    store_tile(grad_value, grad_value_tile, first_key, keys, stride_dvn, stride_dvd, seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE)
 
 
 @triton.jit
 def attention_backward_mask(
-    query, key, value, mask, dropout_seed, logsumexp, logsumexp_low, grad_out, delta, grad_mask,
+    query, key, value, mask, dropout_seed, statistics, grad_out, grad_mask,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_mb, stride_mh, stride_mq, stride_mk,
     stride_gb, stride_gh, stride_gm, stride_gd,
     stride_ds, stride_db, stride_dh, stride_dq, stride_dk,
-    logsumexp_pitch, num_batches, num_heads, group_size, seqlen_q, seqlen_k, mask_batches, mask_heads, mask_tiles_q,
+    padded_q, plane, num_batches, num_heads, group_size, seqlen_q, seqlen_k, mask_batches, mask_heads, mask_tiles_q,
     mask_tiles_k, num_splits, scale, dropout_threshold, dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
@@ -351,7 +349,6 @@ def attention_backward_mask(
         head = head.to(tl.int64)
         query_index = first_query + rows
         key_index = first_key + keys
-        inside = query_index < seqlen_q
         query_tile = load_tile(query + batch * stride_qb + head * stride_qh, first_query, rows, stride_qm, stride_qd,
                                seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)  # fmt: skip
         key_tile = load_tile(key + batch * stride_kb + kv_head * stride_kh, first_key, keys, stride_kn, stride_kd,
@@ -362,13 +359,12 @@ def attention_backward_mask(
         grad_out_tile = load_tile(grad_out + batch * stride_gb + head * stride_gh, first_query, rows, stride_gm, stride_gd,
                                   seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)  # fmt: skip
         grad_probabilities = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
-        position = head_index.to(tl.int64) * logsumexp_pitch + query_index
-        high, low = _load_logsumexp(logsumexp, logsumexp_low, position, inside, MASK, HAS_LOW)
-        row_delta = tl.load(delta + head_index.to(tl.int64) * seqlen_q + query_index, mask=inside, other=0.0)
+        position = head_index.to(tl.int64) * padded_q + query_index
+        high, low, delta = _load_statistics(statistics, plane, position[:, None], HAS_LOW)
         row_key = dropout_row_key(seed, query_index, head_index)[:, None] if DROPOUT else 0
         column_key = dropout_column_key(seed, key_index, head_index)[None, :] if DROPOUT else 0
         _, grad_scores = _gradient_tile(
-            scores, grad_probabilities, high[:, None], low[:, None], row_delta[:, None], query_index[:, None],
+            scores, grad_probabilities, high, low, delta, query_index[:, None],
             key_index[None, :], row_key, column_key, mask + (batch * stride_mb + head * stride_mh), stride_mq, stride_mk,
             seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, True, False, MASK, MASK_PER_KEY,
             MASK_UNIT_STRIDE, DROPOUT)  # fmt: skip

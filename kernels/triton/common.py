@@ -60,11 +60,17 @@ def stream_tile(source, batch, head, first_row, rows, stride_row, stride_column,
 
 @triton.jit
 def store_tile(base, tile, first_row, rows, stride_row, stride_column, num_rows, BLOCK_D: tl.constexpr,
-               HEAD_DIM: tl.constexpr):  # fmt: skip
+               HEAD_DIM: tl.constexpr, UNIT_STRIDE: tl.constexpr):  # fmt: skip
     """Write the part of [rows, BLOCK_D] that lies inside a matrix [num_rows, HEAD_DIM]."""
     columns = tl.arange(0, BLOCK_D)
-    pointers = base + tl.cast(first_row, tl.int64) * stride_row + rows[:, None] * stride_row + columns[None, :] * stride_column
-    inside = (first_row + rows < num_rows)[:, None] & (columns < HEAD_DIM)[None, :]
+    origin = base + tl.cast(first_row, tl.int64) * stride_row
+    if UNIT_STRIDE:
+        pointers = origin + rows[:, None] * stride_row + columns[None, :]
+    else:
+        pointers = origin + rows[:, None] * stride_row + columns[None, :] * stride_column
+    inside = (first_row + rows < num_rows)[:, None]
+    if BLOCK_D != HEAD_DIM:
+        inside = inside & (columns < HEAD_DIM)[None, :]
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
 
 

@@ -163,8 +163,8 @@ def attention_forward(
             MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
 
     # A row that sees no key has sum 0 and an accumulator of zeros: zeros it gives. NaN stays NaN.
-    accumulator = accumulator / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    store_tile(out, accumulator, first_query, rows, stride_om, stride_od, seqlen_q, BLOCK_DV, HEAD_DIM_V)
+    accumulator = accumulator * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
+    store_tile(out, accumulator, first_query, rows, stride_om, stride_od, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE)
     if STORE_LOGSUMEXP:
         position = head_index.to(tl.int64) * seqlen_q + first_query + rows
         inside = first_query + rows < seqlen_q

@@ -4,13 +4,17 @@ May import torch and triton. Imported by ``attention.py``. ``@triton.jit``'s own
 call (19 us on an H200 host); a ``Launch`` has done that once, and a call only packs pointers (5 us).
 
 Private interfaces, all in this file: ``triton.compile`` with ``ASTSource`` and ``GPUTarget`` (ahead-of-time compilation, as
-triton's own tools use it) and the calling convention of ``CompiledKernel.run``, equal in Triton 3.6 to 3.8. If they go,
-``Launch.__call__`` can fall back to ``kernel[grid](...)``. ``torch._C._cuda_getCurrentRawStream`` is what Inductor's generated
+triton's own tools use it), the NVIDIA backend's launcher class, whose C function ``launch`` has one argument order in Triton
+3.6 and another in 3.7 and 3.8, and its encoder of tensor maps. If they go, ``Launch.__call__`` can fall back to what
+``_launch_described`` does. ``torch._C._cuda_getCurrentRawStream`` is what Inductor's generated
 code calls; ``torch.cuda.current_stream(device).cuda_stream`` is its slow equivalent.
 """
 
 from __future__ import annotations
 
+import ctypes
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,10 +22,16 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .tiles import Tile
+
+try:
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+except ImportError:  # a Triton without the NVIDIA backend: no tensor maps there
+    TMA_DTYPE_DEVICE_TO_HOST = {}
 
 
 class KernelUnavailable(RuntimeError):
@@ -42,15 +52,16 @@ launch_counts: dict[str, int] = {}
 class TensorMap:
     """How a [B, H, rows, columns] tensor is cut into boxes of [1, 1, block_rows, block_columns] for the copy engine."""
 
-    __slots__ = ("_fields", "type")
+    __slots__ = ("_block", "_encode", "_encoded", "_shape", "_strides", "type")
 
     def __init__(self, tensor: torch.Tensor, block_rows: int, block_columns: int):
-        block = [1, 1, block_rows, block_columns]
-        self.type = f"tensordesc<{_TYPES[tensor.dtype][1:]}{block}>"
+        self._block = [1, 1, block_rows, block_columns]
+        self.type = f"tensordesc<{_TYPES[tensor.dtype][1:]}{self._block}>"
+        self._shape = list(tensor.shape)
         # A dimension of size 1 may have any stride in PyTorch; a tensor map wants a multiple of 16 bytes.
         strides = [stride if size > 1 else 16 for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
-        self._fields = {"shape": list(tensor.shape), "strides": [*strides, 1], "block_shape": block, "padding": "zero",
-                        "round_f32_to_tf32": False}  # fmt: skip
+        self._strides = [*strides, 1]
+        self._encoded: dict[int, Any] = {}
 
     @staticmethod
     def accepts(tensor: torch.Tensor) -> bool:
@@ -63,11 +74,50 @@ class TensorMap:
             and all(size == 1 or (stride > 0 and stride % per_vector == 0) for size, stride in zip(sizes, strides, strict=True))
         )
 
-    def bind(self, tensor: torch.Tensor) -> TensorDescriptor:
-        """The descriptor that Triton's launcher encodes; made without its constructor, whose checks cost 5 us."""
-        descriptor = TensorDescriptor.__new__(TensorDescriptor)
-        descriptor.__dict__ = {"base": tensor, **self._fields}
-        return descriptor
+    @property
+    def expanded_types(self) -> list[str]:
+        """What one descriptor argument is on the driver's side: the map, then sizes and strides."""
+        return ["nvTmaDesc", *["i32"] * 4, *["i64"] * 4]
+
+    def describe(self, tensor: torch.Tensor) -> TensorDescriptor:
+        """The object that ``kernel[grid](...)`` takes: for the interpreter and for profilers."""
+        return TensorDescriptor(tensor, self._shape, self._strides, self._block)
+
+    def prepare(self, layout: dict) -> None:
+        """Learn from the compiled kernel how its boxes lie in shared memory."""
+        utils = driver.active.utils
+        fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
+        kind = TMA_DTYPE_DEVICE_TO_HOST[layout["elem_type"]]
+        before = layout["swizzle"], layout["elem_size"], kind, layout["block_size"], self._shape, self._strides, 0
+        self._encode = lambda pointer: fill(pointer, *before)
+
+    def arguments(self, pointer: int, device_index: int) -> list:
+        """The nine launch arguments for a tensor at this address; maps of recent addresses are kept (1.5 us each)."""
+        encoded = self._encoded.get(pointer)
+        if encoded is None:
+            if len(self._encoded) >= 64:
+                self._encoded.clear()
+            _bind_context(device_index)
+            encoded = self._encoded[pointer] = self._encode(pointer)
+        return [encoded, *self._shape, *self._strides]
+
+
+_thread = threading.local()
+
+
+def _bind_context(device_index: int) -> None:
+    """Make the device's primary context current in this thread, which encoding a tensor map needs and launching does not.
+
+    Autograd's own threads may have none yet: PyTorch sets none where device 0 is wanted and memory comes from its cache.
+    """
+    bound = _thread.__dict__.setdefault("bound", set())
+    if device_index not in bound:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        current, context = ctypes.c_void_p(), ctypes.c_void_p()
+        if cuda.cuCtxGetCurrent(ctypes.byref(current)) == 0 and not current:
+            cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device_index)
+            cuda.cuCtxSetCurrent(context)
+        bound.add(device_index)
 
 
 def device_target(device: torch.device) -> GPUTarget:
@@ -98,8 +148,8 @@ class Launch:
     tensors launches on the current stream of their device; no other work is done.
     """
 
-    __slots__ = ("_description", "_device_index", "_fixed", "_function", "_grid", "_interpreted", "_maps", "_metadata",
-                 "_run", "compiled", "name")  # fmt: skip
+    __slots__ = ("_description", "_device_index", "_fixed", "_grid", "_interpreted", "_maps", "_reversed_maps", "_run",
+                 "compiled", "name")  # fmt: skip
 
     def __init__(self, kernel, grid: int, pointers: dict[str, torch.Tensor | None], scalars: dict[str, tuple[str, Any]],
                  constants: dict[str, Any], divisors: dict[str, int], tile: Tile, maps: dict[str, TensorMap]):  # fmt: skip
@@ -114,7 +164,8 @@ class Launch:
         self._fixed = (*values, *constants.values()) if self._interpreted is not None else (*values, *(None for _ in constants))
         types = {name: "constexpr" if tensor is None else _TYPES[tensor.dtype] for name, tensor in pointers.items()}
         types |= {name: tensor_map.type for name, tensor_map in maps.items()}
-        self._maps = [(kernel.arg_names.index(name), tensor_map) for name, tensor_map in maps.items()]
+        self._maps = sorted((kernel.arg_names.index(name), tensor_map) for name, tensor_map in maps.items())
+        self._reversed_maps = self._maps[::-1]  # from the last on, each replaced in place by its nine arguments
         types |= {name: kind for name, (kind, _) in scalars.items()} | dict.fromkeys(constants, "constexpr")
         absent = {name: None for name, tensor in pointers.items() if tensor is None}
         self._description = kernel, types, absent | constants, divisors, tile
@@ -133,35 +184,68 @@ class Launch:
             # Loading binds the kernel to the device that is current, so each device has Launches of its own.
             with torch.cuda.device(device):
                 self.compiled = self.compile(device_target(device))
-                self._run = self.compiled.run
+                self.compiled.run  # noqa: B018  loads the binary; raises where it does not fit the device
+                self._run = self._direct_launcher()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raise KernelUnavailable(f"Triton could not compile {self.name}: {error}") from error
-        self._function = self.compiled.function
-        self._metadata = self.compiled.packed_metadata
         return self
 
+    def _direct_launcher(self):
+        """A function (stream, arguments) that calls Triton's C launcher with nothing in between."""
+        compiled, grid = self.compiled, self._grid
+        function, metadata = compiled.function, compiled.packed_metadata
+        run = compiled.run
+        if compiled.metadata.target.backend != "cuda":
+            return lambda stream, arguments: run(grid, 1, 1, stream, function, metadata, None, None, None, *arguments)
+        if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
+            raise RuntimeError("the kernel wants scratch memory, which this launcher does not allocate")
+        if self._maps:
+            # Triton's wrapper encodes tensor maps on every call (8 us); this launcher takes encoded ones.
+            for (_, tensor_map), layout in zip(self._maps, compiled.metadata.tensordesc_meta, strict=True):
+                tensor_map.prepare(layout)
+            maps = {index: tensor_map for index, tensor_map in self._maps}
+            types = []
+            for index, kind in enumerate(self._description[1].values()):
+                types += maps[index].expanded_types if index in maps else [kind]
+            source = SimpleNamespace(fn=self._description[0], constants={}, signature=dict(enumerate(types)))
+            run = driver.active.launcher_cls(source, compiled.metadata._replace(tensordesc_meta=None))
+        launch, cooperative, dependent = run.launch, run.launch_cooperative_grid, run.launch_pdl
+        if hasattr(run, "kernel_signature"):  # Triton 3.7 and later
+            signature = run.arg_annotations, run.kernel_signature
+            return lambda stream, arguments: launch(
+                grid, 1, 1, stream, function, cooperative, dependent, metadata, None, None, None, None, None, *signature, arguments
+            )
+        return lambda stream, arguments: launch(
+            grid, 1, 1, stream, function, cooperative, dependent, None, None, metadata, None, None, None, *arguments
+        )
+
     def __call__(self, *tensors: torch.Tensor | None) -> None:
+        """Launch; the tensors are in the order of the kernel's arguments."""
         launch_counts[self.name] += 1
-        if self._interpreted is not None:
-            pointers = list(tensors)
-        else:
-            pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        for index, tensor_map in self._maps:
-            pointers[index] = tensor_map.bind(tensors[index])
-        if self._interpreted is not None:
-            self._interpreted[(self._grid,)](*pointers, *self._fixed)
+        if self._interpreted is not None or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+            self._launch_described(tensors)
             return
         index = self._device_index
+        arguments = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        for position, tensor_map in self._reversed_maps:
+            arguments[position : position + 1] = tensor_map.arguments(arguments[position], index)
+        arguments += self._fixed
         if torch._C._cuda_getDevice() == index:
-            self._launch(torch._C._cuda_getCurrentRawStream(index), pointers)
+            self._run(torch._C._cuda_getCurrentRawStream(index), arguments)
         else:
             with torch.cuda.device(index):
-                self._launch(torch._C._cuda_getCurrentRawStream(index), pointers)
+                self._run(torch._C._cuda_getCurrentRawStream(index), arguments)
 
-    def _launch(self, stream: int, pointers) -> None:
-        if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler is listening
-            self.compiled[(self._grid, 1, 1)](*pointers, *self._fixed, stream=stream)
+    def _launch_described(self, tensors) -> None:
+        """The slow way, which the interpreter and profilers (Triton's launch hooks) understand."""
+        arguments = list(tensors)
+        for position, tensor_map in self._maps:
+            arguments[position] = tensor_map.describe(tensors[position])
+        if self._interpreted is not None:
+            self._interpreted[(self._grid,)](*arguments, *self._fixed)
         else:
-            self._run(self._grid, 1, 1, stream, self._function, self._metadata, None, None, None, *pointers, *self._fixed)
+            with torch.cuda.device(self._device_index):
+                stream = torch._C._cuda_getCurrentRawStream(self._device_index)
+                self.compiled[(self._grid, 1, 1)](*arguments, *self._fixed, stream=stream)
