@@ -71,6 +71,10 @@ class _Call:
         self.is_causal = is_causal
         self.block_d, self.block_dv = _padded(head_dim), _padded(head_dim_v)
         self.head_dim_padded = max(self.block_d, self.block_dv)
+        if not (self.has_tma and all(TensorMap.accepts(tensor) for tensor in tensors)):
+            # Triton 3.6 on sm_90, loading by pointers, gives wrong results and illegal addresses for a value block of 32
+            # columns beside a key block of 64; equal blocks are right for every size.
+            self.block_d = self.block_dv = self.head_dim_padded
         self.mask_kind = MASK_NONE if mask is None else MASK_BOOL if mask.dtype == torch.bool else MASK_FLOAT
         self.scale = scale
         # The kernels that need only probabilities fold log2(e) into the scale; a float mask needs natural units.
@@ -150,7 +154,9 @@ class _Call:
         return {name: value for name, value in found.items() if name not in absent}
 
     def tile(self, kernel: str):
-        return choose(kernel, self.family, self.dtype.itemsize, self.head_dim_padded)
+        """The tile of one kernel for this call."""
+        kind = "masked" if self.mask_kind != MASK_NONE else "causal" if self.is_causal else "full"
+        return choose(kernel, self.family, self.dtype.itemsize, self.head_dim_padded, kind)
 
     def launch(self, kernel, programs, tile, pointers, strides, mask_strides, scalars, names, streamed=None):
         """streamed: {name: (rows, columns) of its tiles} for the tensors that the kernel's loop walks."""
@@ -260,7 +266,7 @@ class _BackwardPlan:
             self.key_value = call.launch(
                 backward_kernels.attention_backward_key_value,
                 math.ceil(call.seqlen_k / tile.block_n) * call.batch * call.kv_heads, tile, pointers, key_strides,
-                call.strides_of_mask(), scalars, names | {"BOUND_QUERIES": call.seqlen_q % tile.block_m != 0},
+                call.strides_of_mask(), scalars, names | {"BOUND_QUERIES": call.seqlen_q % tile.block_m != 0, "BOUND_KEYS": call.seqlen_k % tile.block_n != 0},
                 {"query": (tile.block_m, call.block_d), "grad_out": (tile.block_m, call.block_dv)},
             )  # fmt: skip
 

@@ -59,19 +59,19 @@ def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, ke
     high, low, delta, query_index and row_key broadcast along the keys, key_index and column_key along the queries.
     """
     if MASK == MASK_FLOAT:
-        bias = load_mask(mask, tl.minimum(query_index, seqlen_q - 1), tl.minimum(key_index, seqlen_k - 1), stride_mq,
-                         stride_mk, seqlen_k, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, False)  # fmt: skip
+        bias = load_mask(mask, tl.minimum(query_index, seqlen_q - 1), key_index, stride_mq, stride_mk, seqlen_k, MASK,
+                         MASK_PER_KEY, MASK_UNIT_STRIDE, BOUND_KEYS)  # fmt: skip
         probabilities = tl.exp2((((scores * scale + bias) - high) - low) * LOG2E)
         probabilities = tl.where(bias == float("-inf"), 0.0, probabilities)
     else:
         probabilities = tl.exp2(scores * scale - high)
         if MASK == MASK_BOOL:
-            seen = load_mask(mask, tl.minimum(query_index, seqlen_q - 1), tl.minimum(key_index, seqlen_k - 1), stride_mq,
-                             stride_mk, seqlen_k, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, False)  # fmt: skip
+            seen = load_mask(mask, tl.minimum(query_index, seqlen_q - 1), key_index, stride_mq, stride_mk, seqlen_k, MASK,
+                             MASK_PER_KEY, MASK_UNIT_STRIDE, BOUND_KEYS)  # fmt: skip
             probabilities = tl.where(seen, probabilities, 0.0)
     if DIAGONAL:
         probabilities = tl.where(query_index >= key_index, probabilities, 0.0)
-    if BOUND_KEYS:
+    if BOUND_KEYS and MASK == MASK_NONE:  # the masks above have done it
         probabilities = tl.where(key_index < seqlen_k, probabilities, 0.0)
     if DROPOUT:
         keep = dropout_keep(row_key, column_key, dropout_threshold)
@@ -208,10 +208,10 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
                    batch, head, seed, statistics, plane, grad_out, head_index, stride_qm, stride_qd, stride_gm,
                    stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
                    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BOUND_QUERIES: tl.constexpr, DIAGONAL: tl.constexpr, MASK: tl.constexpr,
-                   MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr,
-                   DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr,
-                   PRECISION: tl.constexpr):  # fmt: skip
+                   BLOCK_M: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
+                   DIAGONAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
+                   MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
+                   UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """The loop of attention_backward_key_value over the queries first..last of one head."""
     rows = tl.arange(0, BLOCK_M)
     for start in tl.range(first, last, BLOCK_M):
@@ -225,11 +225,12 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
         scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
         grad_probabilities = tl.dot(value_tile, tl.trans(grad_out_tile), input_precision=PRECISION)
         row_key = dropout_row_key(seed, query_index, head_index)[None, :] if DROPOUT else 0
-        # Keys past the end are not stored: they need no bounds.
+        # Keys past the end are not stored: only loads of the mask need bounds there.
         kept, grad_scores = _gradient_tile(
             scores, grad_probabilities, high, low, delta, query_index[None, :],
             key_index[:, None], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
-            dropout_threshold, dropout_scale, False, DIAGONAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT)  # fmt: skip
+            dropout_threshold, dropout_scale, BOUND_KEYS and MASK != MASK_NONE, DIAGONAL, MASK, MASK_PER_KEY,
+            MASK_UNIT_STRIDE, DROPOUT)  # fmt: skip
         grad_value_tile = tl.dot(kept.to(grad_out_tile.dtype), grad_out_tile, grad_value_tile, input_precision=PRECISION)
         grad_key_tile = tl.dot(grad_scores.to(query_tile.dtype), query_tile, grad_key_tile, input_precision=PRECISION)
     return grad_key_tile, grad_value_tile
@@ -247,9 +248,9 @@ def attention_backward_key_value(
     stride_dvb, stride_dvh, stride_dvn, stride_dvd,
     padded_q, plane, num_heads, group_size, seqlen_q, seqlen_k, scale, out_scale, dropout_threshold, dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
+    HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics."""
     num_tiles = tl.cdiv(seqlen_k, BLOCK_N)
@@ -290,7 +291,7 @@ def attention_backward_key_value(
             grad_key_tile, grad_value_tile, key_tile, value_tile, first, seqlen_q, key_index, column_key, head_query,
             head_mask, batch, head, seed, head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm,
             stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM,
-            HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BOUND_QUERIES, CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, HAS_LOW,
+            HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, HAS_LOW,
             DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
     store_tile(grad_key, grad_key_tile * out_scale, first_key, keys, stride_dkn, stride_dkd, seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE)
     store_tile(grad_value, grad_value_tile, first_key, keys, stride_dvn, stride_dvd, seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE)

@@ -38,27 +38,42 @@ def family(backend: str, architecture: int | str) -> str:
     return "sm_90" if 100 <= capability < 110 else "sm_86"
 
 
-# {family: {bytes per element: {kernel: {largest head_dim, padded to a power of two: tile}}}}
+# {family: {bytes per element: {kernel: {largest head_dim, padded to a power of two: tile}}}}. A row named after a kernel and a
+# kind of call ("forward masked") goes before the kernel's own.
 _TABLE = {
     "sm_90": {
         2: {
             "forward": {
-                64: Tile(128, 128, 8, 3),
-                128: Tile(128, 128, 8, 2),
+                64: Tile(64, 128, 4, 2),
+                128: Tile(128, 64, 4, 2),
                 256: Tile(128, 64, 8, 2),
-                512: Tile(64, 32, 8, 2),
+                512: Tile(64, 64, 8, 1),
+            },
+            "forward causal": {
+                64: Tile(64, 128, 4, 2),
+                128: Tile(64, 64, 4, 3),
+            },
+            "forward masked": {
+                64: Tile(128, 64, 8, 3),
+                128: Tile(128, 64, 8, 3),
+                256: Tile(128, 32, 8, 2),
             },
             "backward_query": {
-                64: Tile(128, 64, 8, 3),
-                128: Tile(128, 64, 8, 2),
-                256: Tile(64, 64, 8, 1),
-                512: Tile(32, 32, 8, 1),
+                64: Tile(128, 64, 4, 3),
+                128: Tile(128, 64, 8, 3),
+                256: Tile(128, 64, 8, 1),
+                512: Tile(64, 32, 8, 1),
             },
             "backward_key_value": {
-                64: Tile(64, 128, 8, 3),
-                128: Tile(64, 128, 8, 2),
+                64: Tile(64, 64, 4, 3),
+                128: Tile(64, 64, 4, 2),
+                256: Tile(64, 64, 8, 2),
+                512: Tile(32, 32, 8, 1),
+            },
+            "backward_key_value masked": {
+                64: Tile(32, 64, 4, 3),
+                128: Tile(32, 64, 4, 3),
                 256: Tile(32, 64, 8, 2),
-                512: Tile(16, 32, 8, 1),
             },
             "backward_mask": {
                 64: Tile(128, 64, 8, 2),
@@ -97,7 +112,14 @@ _TABLE = {
 }
 
 
-def choose(kernel: str, family_name: str, itemsize: int, head_dim_padded: int) -> Tile:
-    """The tile of a kernel for the larger of head_dim and head_dim_v, padded to a power of two (16 to 512)."""
-    rows = _TABLE[family_name][itemsize][kernel]
-    return next(tile for largest, tile in rows.items() if head_dim_padded <= largest)
+def choose(kernel: str, family_name: str, itemsize: int, head_dim_padded: int, kind: str = "full") -> Tile:
+    """The tile of a kernel for the larger of head_dim and head_dim_v, padded to a power of two (16 to 512).
+
+    kind: "full", "causal" or "masked" (there is an attn_mask).
+    """
+    rows = _TABLE[family_name][itemsize]
+    for row in (rows.get(f"{kernel} {kind}", {}), rows[kernel]):
+        for largest, tile in row.items():
+            if head_dim_padded <= largest:
+                return tile
+    raise ValueError(f"no tile for {kernel} at head_dim {head_dim_padded} (largest: 512)")
