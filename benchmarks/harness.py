@@ -342,6 +342,7 @@ def parser(description: str, budget_s: int) -> argparse.ArgumentParser:
     options.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with --smoke")
     options.add_argument("--smoke", action="store_true", help="tiny shapes and few rounds: checks the script itself")
     options.add_argument("--rounds", type=int, default=5, help="turns of each contender")
+    options.add_argument("--round-ms", type=float, default=8.0, help="about how long one turn lasts")
     options.add_argument("--budget", type=float, default=budget_s, help="seconds; rows that do not fit are left out")
     options.add_argument(
         "--out", type=Path, default=None, help="results file (default: benchmarks/results/<gpu>_*.json)"

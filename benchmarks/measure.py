@@ -115,7 +115,7 @@ def main(kind: str, module: str, cases: list[Case], names: list[str], arguments:
         extra += ["--smoke"] if arguments.smoke else []
         harness.precompile(module, arguments.workers, 0.5 * arguments.budget, extra)
 
-    rounds, round_ms = (2, 0.2) if arguments.smoke else (arguments.rounds, 8.0)
+    rounds, round_ms = (2, 0.2) if arguments.smoke else (arguments.rounds, arguments.round_ms)
     meter = Meter(arguments.device, rounds, round_ms)
     facts = harness.environment(arguments.device)
     path = harness.results_path(arguments, facts, kind)

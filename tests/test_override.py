@@ -486,6 +486,26 @@ def test_forward_mode_tangents_are_kept():
     torch.testing.assert_close(result, expected)
 
 
+def test_forward_mode_works_where_stocks_kernel_has_no_formula():
+    import torch.autograd.forward_ad as fwd
+
+    query, key, value = qkv(2, 2, 4, 8)
+    tangent = sample(2, 2, 4, 8, seed=5)
+
+    def derivative():
+        with fwd.dual_level():
+            return fwd.unpack_dual(sdpa(fwd.make_dual(query, tangent), key, value)).tangent
+
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = derivative()
+    with pytest.raises(NotImplementedError):
+        derivative()
+    with hooked():
+        torch.testing.assert_close(derivative(), expected)
+        jacobian = torch.func.jvp(lambda q: sdpa(q, key, value), (query,), (tangent,))[1]
+    torch.testing.assert_close(jacobian, expected)
+
+
 def test_double_backward():
     query, key, value = qkv(1, 1, 4, 8, grad=True, dtype=torch.float64)
     with hooked(), counting() as count:

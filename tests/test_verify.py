@@ -182,3 +182,24 @@ def test_the_variable(value, share, warned):
     subprocess.run(
         [sys.executable, "-c", code], check=True, timeout=120, env=os.environ | {"TORCH_FLASHBACKEND_VERIFY": value}
     )
+
+
+def test_gradients_of_a_call_are_checked_too(monkeypatch):
+    from torch_flashbackend import ops
+
+    tensors = [torch.randn(1, 2, 24, 16, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(3)]
+    reset()
+    set_verify(1.0)
+    ops.run(*tensors).sum().backward()
+    assert results()["checked"] == 1
+    right = ops.reference.attention_backward
+
+    def wrong(*arguments):
+        grad_query, *others = right(*arguments)
+        return 1.01 * grad_query, *others
+
+    monkeypatch.setattr(ops.reference, "attention_backward", wrong)
+    with pytest.warns(RuntimeWarning, match="gradient"):
+        ops.run(*tensors).sum().backward()
+    set_verify(0.0)
+    assert ops.check_gradients is None

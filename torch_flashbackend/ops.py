@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -217,6 +218,10 @@ for _name, _cuda, _math in (
 # --------------------------------------------------------------------------------------------------------------- autograd
 
 
+check_gradients: Callable[..., None] | None = None
+"""What verify mode wants to be called with after each backward; None: nobody listens."""
+
+
 def _gradients(saved, grad_out, dropout_p, is_causal, scale, needed):
     """(grad_query, grad_key, grad_value, grad_mask), None where not needed; differentiable under create_graph=True."""
     query, key, value, attn_mask, out, logsumexp, dropout_seed = saved
@@ -238,6 +243,12 @@ def _gradients(saved, grad_out, dropout_p, is_causal, scale, needed):
         grads = reference.attention_backward(
             grad_out, query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed
         )
+    if check_gradients is not None:
+        wanted_three = tuple(grad if wanted else None for grad, wanted in zip(grads[:3], needed[:3], strict=True))
+        enable_gqa = query.size(1) != key.size(1)
+        check_gradients(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, grad_out, wanted_three
+        )  # fmt: skip
     return tuple(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True))
 
 

@@ -1,7 +1,7 @@
 """Verify mode: on a random share of the calls that we take, compute the answer again in float64 and compare.
 
-May import torch, problem.py and `_torch.py`. Imported by the hooks, which test `verify.share` (0.0: off) on every call,
-and by stats.py. Switched on by TORCH_FLASHBACKEND_VERIFY=0.01 (a share of the calls, 0 to 1) or `set_verify(0.01)`;
+May import torch, problem.py, `_torch.py`, and ops.py to be called back after a backward. Imported by the hooks, which
+test `verify.share` (0.0: off) on every call, and by stats.py. Switched on by TORCH_FLASHBACKEND_VERIFY=0.01 (a share of the calls, 0 to 1) or `set_verify(0.01)`;
 the module is that function: `torch_flashbackend.verify(0.01)`.
 
 A difference is measured against a bound on rounding, element by element: with probabilities p, values v and the
@@ -56,6 +56,16 @@ def set_verify(value: float) -> None:
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"the share of calls to verify is between 0 and 1, got {value}")
     share = float(value)
+    if share or "torch_flashbackend.ops" in sys.modules:
+        from . import ops
+
+        ops.check_gradients = _maybe_check_backward if share else None
+
+
+def _maybe_check_backward(*arguments: Any) -> None:
+    """`check_backward`, if chance chooses this call."""
+    if share >= 1.0 or _random.random() < share:
+        check_backward(*arguments)
 
 
 def results() -> dict[str, Any]:

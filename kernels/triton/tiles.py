@@ -45,7 +45,7 @@ _TABLE = {
         2: {
             "forward": {
                 64: Tile(64, 128, 4, 2),
-                128: Tile(128, 64, 4, 2),
+                128: Tile(64, 128, 4, 1),
                 256: Tile(128, 64, 8, 2),
                 512: Tile(64, 64, 8, 1),
             },
@@ -54,7 +54,7 @@ _TABLE = {
                 128: Tile(64, 64, 4, 3),
             },
             "forward masked": {
-                64: Tile(128, 64, 8, 3),
+                64: Tile(64, 64, 4, 3),
                 128: Tile(128, 64, 8, 3),
                 256: Tile(128, 32, 8, 2),
             },
@@ -70,13 +70,16 @@ _TABLE = {
                 256: Tile(64, 64, 8, 2),
                 512: Tile(32, 32, 8, 1),
             },
+            "backward_query masked": {
+                64: Tile(64, 64, 4, 3),
+            },
             "backward_key_value masked": {
-                64: Tile(32, 64, 4, 3),
-                128: Tile(32, 64, 4, 3),
+                64: Tile(64, 64, 4, 2),
+                128: Tile(64, 64, 4, 2),
                 256: Tile(32, 64, 8, 2),
             },
             "backward_mask": {
-                64: Tile(128, 64, 8, 2),
+                64: Tile(64, 64, 4, 2),
                 128: Tile(128, 64, 8, 2),
                 256: Tile(64, 64, 8, 1),
                 512: Tile(32, 32, 8, 1),
@@ -104,6 +107,177 @@ _TABLE = {
             "backward_mask": {
                 64: Tile(64, 32, 4, 2),
                 128: Tile(64, 32, 8, 1),
+                256: Tile(32, 16, 4, 1),
+                512: Tile(16, 16, 4, 1),
+            },
+        },
+    },
+    # Not measured: the largest tiles that fit and of which ptxas (AMD: LLVM) keeps all but a little in registers. It gives up
+    # on larger ones in float32, whose three products need their operands twice, and spills nearly everything.
+    "sm_80": {
+        2: {
+            "forward": {
+                64: Tile(128, 64, 4, 3),
+                128: Tile(128, 64, 8, 3),
+                256: Tile(64, 64, 8, 2),
+                512: Tile(64, 16, 8, 2),
+            },
+            "forward masked": {
+                64: Tile(128, 64, 8, 3),
+                128: Tile(128, 32, 8, 2),
+            },
+            "backward_query": {
+                64: Tile(64, 64, 4, 3),
+                128: Tile(64, 64, 4, 2),
+                256: Tile(64, 32, 8, 2),
+                512: Tile(32, 16, 4, 2),
+            },
+            "backward_key_value": {
+                64: Tile(32, 64, 4, 3),
+                128: Tile(64, 64, 8, 2),
+                256: Tile(32, 64, 8, 2),
+                512: Tile(16, 16, 4, 2),
+            },
+            "backward_mask": {
+                64: Tile(64, 32, 4, 2),
+                128: Tile(128, 32, 8, 2),
+                256: Tile(64, 32, 8, 2),
+                512: Tile(32, 16, 4, 1),
+            },
+        },
+        4: {
+            "forward": {
+                64: Tile(64, 32, 8, 2),
+                128: Tile(32, 32, 8, 2),
+                256: Tile(16, 32, 8, 1),
+                512: Tile(8, 16, 4, 1),
+            },
+            "backward_query": {
+                64: Tile(32, 32, 4, 2),
+                128: Tile(32, 32, 8, 1),
+                256: Tile(16, 16, 8, 1),
+                512: Tile(8, 16, 8, 1),
+            },
+            "backward_key_value": {
+                64: Tile(32, 32, 4, 2),
+                128: Tile(16, 32, 8, 1),
+                256: Tile(16, 16, 8, 1),
+                512: Tile(16, 8, 8, 1),
+            },
+            "backward_mask": {
+                64: Tile(32, 32, 4, 1),
+                128: Tile(16, 32, 4, 1),
+                256: Tile(8, 16, 4, 1),
+                512: Tile(8, 16, 8, 1),
+            },
+        },
+    },
+    "sm_86": {
+        2: {
+            "forward": {
+                64: Tile(128, 64, 4, 3),
+                128: Tile(128, 32, 8, 2),
+                256: Tile(64, 32, 8, 2),
+                512: Tile(32, 16, 4, 2),
+            },
+            "forward masked": {
+                64: Tile(128, 64, 8, 2),
+            },
+            "backward_query": {
+                64: Tile(64, 64, 4, 3),
+                128: Tile(64, 64, 4, 2),
+                256: Tile(64, 16, 4, 2),
+                512: Tile(16, 16, 4, 1),
+            },
+            "backward_key_value": {
+                64: Tile(32, 64, 4, 3),
+                128: Tile(64, 64, 8, 2),
+                256: Tile(16, 64, 8, 2),
+                512: Tile(16, 16, 4, 2),
+            },
+            "backward_mask": {
+                64: Tile(64, 32, 4, 2),
+                128: Tile(128, 32, 8, 2),
+                256: Tile(32, 32, 4, 1),
+                512: Tile(32, 16, 4, 1),
+            },
+        },
+        4: {
+            "forward": {
+                64: Tile(64, 32, 8, 2),
+                128: Tile(32, 32, 8, 2),
+                256: Tile(16, 32, 8, 1),
+                512: Tile(8, 16, 4, 1),
+            },
+            "backward_query": {
+                64: Tile(32, 32, 4, 2),
+                128: Tile(32, 32, 8, 1),
+                256: Tile(16, 16, 8, 1),
+                512: Tile(8, 16, 8, 1),
+            },
+            "backward_key_value": {
+                64: Tile(32, 32, 4, 2),
+                128: Tile(16, 32, 8, 1),
+                256: Tile(16, 16, 8, 1),
+                512: Tile(16, 8, 8, 1),
+            },
+            "backward_mask": {
+                64: Tile(32, 32, 4, 1),
+                128: Tile(16, 32, 4, 1),
+                256: Tile(8, 16, 4, 1),
+                512: Tile(8, 16, 8, 1),
+            },
+        },
+    },
+    "gfx942": {
+        2: {
+            "forward": {
+                64: Tile(128, 64, 4, 1),
+                128: Tile(128, 64, 4, 1),
+                256: Tile(64, 32, 4, 1),
+                512: Tile(32, 16, 4, 1),
+            },
+            "backward_query": {
+                64: Tile(128, 64, 4, 1),
+                128: Tile(64, 64, 4, 1),
+                256: Tile(64, 32, 4, 1),
+                512: Tile(32, 16, 4, 1),
+            },
+            "backward_key_value": {
+                64: Tile(64, 64, 4, 1),
+                128: Tile(32, 64, 4, 1),
+                256: Tile(16, 64, 4, 1),
+                512: Tile(16, 32, 4, 1),
+            },
+            "backward_mask": {
+                64: Tile(64, 64, 4, 1),
+                128: Tile(64, 64, 4, 1),
+                256: Tile(64, 32, 4, 1),
+                512: Tile(32, 16, 4, 1),
+            },
+        },
+        4: {
+            "forward": {
+                64: Tile(128, 32, 4, 1),
+                128: Tile(64, 32, 4, 1),
+                256: Tile(32, 16, 4, 1),
+                512: Tile(16, 16, 4, 1),
+            },
+            "backward_query": {
+                64: Tile(64, 32, 4, 1),
+                128: Tile(32, 32, 4, 1),
+                256: Tile(32, 16, 4, 1),
+                512: Tile(16, 16, 4, 1),
+            },
+            "backward_key_value": {
+                64: Tile(32, 64, 4, 1),
+                128: Tile(32, 32, 4, 1),
+                256: Tile(16, 32, 4, 1),
+                512: Tile(16, 16, 4, 1),
+            },
+            "backward_mask": {
+                64: Tile(64, 64, 4, 1),
+                128: Tile(64, 32, 4, 1),
                 256: Tile(32, 16, 4, 1),
                 512: Tile(16, 16, 4, 1),
             },

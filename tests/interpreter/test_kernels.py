@@ -1,0 +1,662 @@
+"""Every Triton kernel, run by Triton's interpreter on CPU tensors and judged against float64.
+
+The interpreter executes the source that a GPU compiles, so it shows that the arithmetic, the bounds and the addresses are
+right; what a compiler makes of them is for tests/test_kernels_compile.py and tests/gpu. Its tl.dot is wrong for bfloat16
+(Triton 3.6 to 3.8): float16 and float32 only. Half types with aligned memory go through tensor maps, others do not.
+
+Triton looks at TRITON_INTERPRET when it is imported, so these tests need a process of their own: `make test-interpreter`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the interpreter needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
+
+from common import (
+    LAYOUTS,
+    Call,
+    attention_float64,
+    check,
+    expect,
+    gradient_for,
+    mask_of_kind,
+    random_call,
+    simple_call,
+    tensor_in_layout,
+)
+
+from torch_flashbackend import reference
+from torch_flashbackend.kernels.triton import attention, launch
+from torch_flashbackend.kernels.triton.tiles import Tile
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about infinities that are meant
+HALF, SINGLE = torch.float16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+INF, NAN = math.inf, math.nan
+B, H, SQ, SK, D = 2, 2, 20, 36, 16
+SEED = torch.tensor([0x1234_5678_9ABC_DEF1])
+
+
+def sample(**options) -> Call:
+    """A call of the sizes above."""
+    return simple_call(**{"batch": B, "heads": H, "seqlen_q": SQ, "seqlen_k": SK, "head_dim": D, "device": "cpu"} | options)
+
+
+def random_mask(kind: str, *shape: int, dtype: torch.dtype = SINGLE, seed: int = 3) -> Tensor:
+    """kind: "bool", "float32" or "query" (a float of the query's dtype)."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "bool":
+        return torch.rand(shape, generator=generator) < 0.7
+    return torch.randn(shape, generator=generator).to(SINGLE if kind == "float32" else dtype)
+
+
+def rank_4(mask: Tensor | None) -> Tensor | None:
+    return mask if mask is None else mask[(None,) * (4 - mask.dim())]
+
+
+@dataclasses.dataclass
+class Ran:
+    """What the kernels gave: `results` by the names that `common` uses, and the raw logsumexp."""
+
+    results: dict[str, Tensor]
+    logsumexp: Tensor
+
+
+def run(call: Call, grad_out: Tensor | None = None, *, dropout_p: float = 0.0, seed: Tensor = SEED, new=None) -> Ran:
+    """Forward and, with grad_out, backward. `new(shape, like)` makes the tensors that the kernels must fill."""
+    query, key, value, mask, scale = call.query, call.key, call.value, rank_4(call.attn_mask), call.softmax_scale
+    new = new or (lambda shape, like: torch.full(shape, NAN, dtype=like.dtype))
+    float_mask = mask is not None and mask.is_floating_point()
+    out = new((*query.shape[:3], value.size(3)), query)
+    logsumexp = torch.full((2,) * float_mask + query.shape[:3], NAN)
+    options = dropout_p, call.is_causal, scale
+    seed = seed if dropout_p else None
+    attention.forward(query, key, value, mask, seed, *options, out, logsumexp, False)
+    results = {"out": out}
+    if grad_out is not None:
+        grads = [new(t.shape, t) for t in (query, key, value)]
+        grad_mask = attention.backward(
+            grad_out, query, key, value, mask, out, logsumexp, seed, *options, *grads, call.mask_grad, False
+        )
+        results |= dict(zip(("query", "key", "value"), grads))
+        assert (grad_mask is not None) == call.mask_grad
+        if grad_mask is not None:
+            assert grad_mask.shape == mask.shape and grad_mask.dtype == mask.dtype and grad_mask.is_contiguous()
+            results["attn_mask"] = grad_mask.view(call.attn_mask.shape)
+    return Ran(results, logsumexp)
+
+
+def run_and_check(call: Call, **options) -> dict[str, Tensor]:
+    """Forward and backward within the tolerance of `common`; the results by name."""
+    grad_out = gradient_for(call)
+    results = run(call, grad_out, **options).results
+    check(results, expect(call, grad_out), None, call.describe())
+    return results
+
+
+def use_tiles(monkeypatch, block_m: int, block_n: int) -> None:
+    """Small blocks, so that small tensors have many of them."""
+    monkeypatch.setattr(attention, "choose", lambda *_: Tile(block_m, block_n, 4, 2))
+    attention._plans.clear()
+
+
+def use_multiprocessors(monkeypatch, count: int) -> None:
+    """As if the GPU had `count` multiprocessors, which decides how many programs share one tile of a mask's gradient."""
+    monkeypatch.setattr(attention, "_device_facts", lambda _: ("sm_90", count, True))
+    attention._plans.clear()
+
+
+@pytest.fixture(autouse=True)
+def _plans_of_this_test():
+    yield
+    attention._plans.clear()
+
+
+# ------------------------------------------------------------------------------------------------------------ dimensions
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [1, 16, 24, 64, 80, 128])
+def test_head_dim(dtype, head_dim):
+    run_and_check(sample(batch=1, seqlen_q=70, seqlen_k=70, head_dim=head_dim, dtype=dtype))
+
+
+@DTYPES
+def test_largest_head_dim(dtype):
+    run_and_check(sample(batch=1, heads=1, seqlen_k=24, head_dim=512, dtype=dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 32), (32, 64), (40, 72), (1, 80), (128, 16), (24, 1)])
+def test_value_of_another_head_dim(dtype, head_dim, head_dim_v):
+    run_and_check(sample(batch=1, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (1, 50), (50, 1)])
+@pytest.mark.parametrize("kind", ["dense", "causal", "mask"])
+def test_sequences_of_one(dtype, seqlen_q, seqlen_k, kind):
+    call = sample(seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype, is_causal=kind == "causal")
+    if kind == "mask":
+        call = dataclasses.replace(call, attn_mask=random_mask("float32", B, H, seqlen_q, seqlen_k), mask_grad=True)
+    run_and_check(call)
+
+
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 16), (16, 32), (32, 16)])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(48, 48), (45, 45), (33, 70), (70, 33), (16, 64), (64, 16)])
+@pytest.mark.parametrize("causal", [False, True], ids=["dense", "causal"])
+def test_lengths_against_tiles(monkeypatch, block_m, block_n, seqlen_q, seqlen_k, causal):
+    use_tiles(monkeypatch, block_m, block_n)
+    dtype = HALF if block_m == 16 else SINGLE
+    run_and_check(sample(batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype, is_causal=causal))
+
+
+@DTYPES
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(150, 150), (150, 40), (40, 150)])
+def test_causal_is_aligned_at_the_top_left(dtype, seqlen_q, seqlen_k):
+    call = sample(batch=1, heads=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype, is_causal=True)
+    assert torch.equal(run_and_check(call)["out"][:, :, 0], call.value[:, :, 0])
+
+
+@DTYPES
+@pytest.mark.parametrize("scale", [-0.7, -1e-3, 0.0, 1e-8, 3.0])
+@pytest.mark.parametrize("kind", ["dense", "causal", "bool", "float32"])
+def test_any_scale(dtype, scale, kind):
+    mask = None
+    if kind in ("bool", "float32"):
+        mask = random_mask(kind, B, 1, SQ, SK)
+        mask[:, :, 3] = False if kind == "bool" else -INF
+    run_and_check(sample(dtype=dtype, scale=scale, attn_mask=mask, is_causal=kind == "causal"))
+
+
+@DTYPES
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("kind", ["dense", "causal", "bool", "query"])
+def test_grouped_queries(monkeypatch, dtype, kv_heads, kind):
+    use_tiles(monkeypatch, 16, 16)
+    mask = random_mask(kind, B, 6, SQ, SK, dtype=dtype) if kind in ("bool", "query") else None
+    options = {"attn_mask": mask, "mask_grad": kind == "query", "is_causal": kind == "causal"}
+    run_and_check(sample(heads=6, kv_heads=kv_heads, dtype=dtype, **options))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_calls(seed):
+    """Shapes, layouts, masks and scales drawn together, on the tiles that a GPU of compute capability 9.0 uses."""
+    call = random_call(seed, "cpu", (HALF, SINGLE)[seed % 2], largest=80)
+    run_and_check(dataclasses.replace(call, attn_mask=rank_4(call.attn_mask)))
+
+
+# ----------------------------------------------------------------------------------------------------------------- masks
+
+BROADCASTS = pytest.mark.parametrize(
+    "which", list(itertools.product([False, True], repeat=4)), ids=lambda which: "".join("n1"[one] for one in which)
+)
+
+
+def broadcast(which) -> list[int]:
+    return [1 if one else size for one, size in zip(which, (B, H, SQ, SK))]
+
+
+@BROADCASTS
+@pytest.mark.parametrize("kind", ["bool", "float32", "query"])
+def test_mask_broadcasts_over_any_dimensions(monkeypatch, which, kind):
+    use_tiles(monkeypatch, 16, 16)
+    run_and_check(sample(dtype=HALF, attn_mask=random_mask(kind, *broadcast(which), dtype=HALF)))
+
+
+@BROADCASTS
+@pytest.mark.parametrize("multiprocessors", [0, 5, 64])
+def test_gradient_of_a_mask_that_broadcasts(monkeypatch, which, multiprocessors):
+    use_tiles(monkeypatch, 16, 16)
+    use_multiprocessors(monkeypatch, multiprocessors)
+    dtype = (HALF, SINGLE)[sum(which) % 2]
+    mask = random_mask("query", *broadcast(which), dtype=dtype)
+    run_and_check(sample(dtype=dtype, attn_mask=mask, mask_grad=True))
+    (plan,) = (plan for plan in attention._plans.values() if hasattr(plan, "splits"))
+    assert plan.splits == 1 if multiprocessors == 0 or not any(which) else plan.splits > 1 or multiprocessors == 5
+
+
+def test_splits_that_do_not_divide_the_work(monkeypatch):
+    use_tiles(monkeypatch, 16, 16)
+    use_multiprocessors(monkeypatch, 5)
+    run_and_check(sample(dtype=SINGLE, attn_mask=random_mask("float32", 1, 1, 1, 1), mask_grad=True))
+    (plan,) = (plan for plan in attention._plans.values() if hasattr(plan, "splits"))
+    assert plan.splits == 10  # of 2 * 2 * 2 * 3 tiles
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["float32", "query"])
+def test_gradient_of_a_mask_on_the_usual_tiles(dtype, kind):
+    mask = random_mask(kind, 1, H, 70, 1, dtype=dtype)
+    run_and_check(sample(seqlen_q=70, seqlen_k=70, dtype=dtype, attn_mask=mask, mask_grad=True))
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["bool", "float32", "query"])
+@pytest.mark.parametrize("per_key", [False, True], ids=["per query", "per key"])
+def test_row_that_sees_no_key_gives_zeros(dtype, kind, per_key):
+    if per_key:
+        mask = random_mask(kind, B, H, 1, SK, dtype=dtype)
+        mask[1] = False if kind == "bool" else -INF
+        dead = (1, slice(None), slice(None))
+    else:
+        mask = random_mask(kind, 1, H, SQ, SK, dtype=dtype)
+        mask[:, :, 5] = False if kind == "bool" else -INF
+        mask[:, :, 17:] = False if kind == "bool" else -INF
+        dead = (slice(None), slice(None), [5, 17, 18, 19])
+    call = sample(dtype=dtype, attn_mask=mask, mask_grad=kind != "bool")
+    results = run_and_check(call)
+    for name in ("out", "query"):
+        assert results[name][dead].count_nonzero() == 0
+    if kind != "bool":
+        assert (results["attn_mask"][mask == -INF] == 0).all()
+
+
+def test_no_row_sees_a_key():
+    call = sample(dtype=HALF, attn_mask=torch.zeros(1, 1, 1, SK, dtype=torch.bool))
+    ran = run(call, gradient_for(call))
+    assert all(tensor.count_nonzero() == 0 for tensor in ran.results.values())
+    assert (ran.logsumexp == -INF).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["float32", "query"])
+def test_row_of_finfo_min_gives_the_mean_of_value(monkeypatch, dtype, kind):
+    use_tiles(monkeypatch, 16, 16)
+    mask = random_mask(kind, 1, H, SQ, SK, dtype=dtype)
+    lowest = torch.finfo(mask.dtype).min
+    mask[:, :, 7] = lowest
+    mask[:, :, 8, :16] = lowest  # a whole tile beside larger values
+    mask[:, :, 9, :20] = -INF  # and one that is not seen beside the lowest value
+    mask[:, :, 9, 20:] = lowest
+    call = sample(dtype=dtype, attn_mask=mask, mask_grad=True)
+    out = run_and_check(call)["out"]
+    if mask.dtype == SINGLE:  # -65504 does not absorb the scores: that row is an ordinary softmax
+        torch.testing.assert_close(out[:, :, 7].double(), call.value.double().mean(-2), atol=1e-3, rtol=0)
+        torch.testing.assert_close(out[:, :, 9].double(), call.value[:, :, 20:].double().mean(-2), atol=1e-3, rtol=0)
+
+
+@DTYPES
+def test_float_mask_that_hides_keys(dtype):
+    mask = random_mask("float32", B, H, SQ, SK).masked_fill(~random_mask("bool", 1, 1, SQ, SK), -INF)
+    run_and_check(sample(dtype=dtype, attn_mask=mask, mask_grad=True))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float32", "query"])
+@pytest.mark.parametrize("layout", ["transposed", "strided", "unaligned", "expanded", "odd rows", "expanded rows"])
+def test_memory_layout_of_the_mask(kind, layout):
+    if layout == "transposed":
+        mask = random_mask(kind, 1, H, SK, SQ, dtype=HALF).mT
+    elif layout == "strided":
+        mask = random_mask(kind, 1, H, SQ, 2 * SK, dtype=HALF)[..., ::2]
+    elif layout == "unaligned":
+        mask = random_mask(kind, H * SQ * SK + 1, dtype=HALF)[1:].view(1, H, SQ, SK)
+    elif layout == "odd rows":
+        mask = random_mask(kind, 1, H, SQ, SK + 5, dtype=HALF)[..., :SK]
+    elif layout == "expanded":
+        mask = random_mask(kind, 1, 1, SQ, SK, dtype=HALF).expand(B, H, SQ, SK)
+    else:
+        mask = random_mask(kind, B, 1, 1, SK, dtype=HALF).expand(B, H, SQ, SK)
+    run_and_check(sample(dtype=HALF, attn_mask=mask, mask_grad=kind != "bool"))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@DTYPES
+def test_very_negative_scores_on_half_a_tile_have_finite_gradients(dtype, kind):
+    call = sample(batch=1, heads=1, seqlen_q=192, seqlen_k=192, head_dim=64, dtype=dtype)  # 192 % 128 == 64
+    call = dataclasses.replace(call, query=call.query * 8, key=-call.query * 8)
+    mask = random_mask("bool", 1, 1, 192, 192) if kind == "bool" else 8 * random_mask("query", 1, 1, 192, 192, dtype=dtype)
+    results = run_and_check(dataclasses.replace(call, attn_mask=mask, mask_grad=kind == "float"))
+    assert all(tensor.isfinite().all() for tensor in results.values())
+
+
+# ------------------------------------------------------------------------------------------------------------------- NaN
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["bool", "float32", "query", "causal"])
+def test_nan_in_key_at_a_masked_position_does_not_leak(dtype, kind):
+    call = sample(seqlen_q=SK, dtype=dtype, is_causal=kind == "causal")
+    rows = slice(0, SK - 1) if kind == "causal" else slice(None)
+    if kind != "causal":
+        mask = random_mask(kind, 1, 1, 1, SK, dtype=dtype)
+        mask[..., -1] = False if kind == "bool" else -INF
+        call = dataclasses.replace(call, attn_mask=mask)
+    poisoned = call.key.clone()
+    poisoned[:, :, -1] = NAN
+    clean = run(call).results["out"]
+    assert torch.equal(run(dataclasses.replace(call, key=poisoned)).results["out"][:, :, rows], clean[:, :, rows])
+
+
+@DTYPES
+@pytest.mark.parametrize("masked", [False, True])
+def test_nan_in_query_makes_its_row_nan_and_no_other(dtype, masked):
+    call = sample(dtype=dtype, attn_mask=random_mask("float32", 1, 1, SQ, SK) if masked else None)
+    call.query[0, 1, 17, 3] = NAN
+    ran = run(call, gradient_for(call))
+    out = ran.results["out"]
+    assert out[0, 1, 17].isnan().all() and out.isnan().sum() == D
+    assert ran.results["query"][0, 1, 17].isnan().all() and ran.results["query"].isnan().sum() == D
+    assert ran.results["key"][0, 1].isnan().any() and ran.results["key"][1].isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@DTYPES
+def test_memory_layout_of_the_inputs(dtype, layout):
+    call = sample(layout=layout, dtype=dtype)
+    results = run_and_check(call)
+    plain = run(call.plain(), gradient_for(call)).results
+    for name, tensor in results.items():  # the kernels see the same numbers, however they lie
+        assert torch.equal(tensor, plain[name]), name
+
+
+@DTYPES
+def test_each_input_in_a_layout_of_its_own(dtype):
+    call = sample(dtype=dtype, kv_heads=1)
+    call = dataclasses.replace(
+        call,
+        key=tensor_in_layout((B, 1, SK, D), "strided_last", dtype, "cpu", 1),
+        value=tensor_in_layout((B, 1, SK, D), "expanded_batch", dtype, "cpu", 2),
+    )
+    grad_out = gradient_for(call)[:1, :1, :1].expand(B, H, SQ, D)
+    check(run(call, grad_out).results, expect(call, grad_out), None, call.describe())
+
+
+@DTYPES
+def test_dimensions_of_size_one_with_odd_strides(dtype):
+    def odd(tensor):
+        return tensor.as_strided(tensor.shape, (7, 3, *tensor.stride()[2:]))
+
+    call = sample(batch=1, heads=1, dtype=dtype)
+    call = dataclasses.replace(call, query=odd(call.query), key=odd(call.key), value=odd(call.value))
+    run_and_check(call)
+    single = torch.randn(1, 1, 1, D, dtype=dtype)
+    run_and_check(Call(single.as_strided(single.shape, (5, 3, 7, 1)), call.key, call.value))
+
+
+class Guarded:
+    """Makes tensors for the kernels to fill, each inside a larger one, and can tell whether anything else was written."""
+
+    MARK = 123.0
+
+    def __init__(self, pad: int):
+        self.pad = pad  # elements after each row; a multiple of 16 keeps rows aligned
+        self.made: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, shape, like: Tensor) -> Tensor:
+        """Rows apart from each other, NaN inside."""
+        *outer, columns = shape
+        storage = torch.full((1 + math.prod(outer) + 1, columns + self.pad), self.MARK, dtype=like.dtype)
+        inside = storage[1:-1].view(*outer, columns + self.pad)[..., :columns]
+        inside.fill_(NAN)
+        self.made.append((storage, inside))
+        return inside
+
+    def empty(self, size, *, dtype, device) -> Tensor:
+        """In place of torch.empty: dense, NaN inside."""
+        count = math.prod(size)
+        storage = torch.full((count + 512,), self.MARK, dtype=dtype, device=device)
+        inside = storage[256 : 256 + count]
+        inside.fill_(NAN)
+        self.made.append((storage, inside))
+        return inside.view(size)
+
+    def check(self) -> None:
+        for storage, inside in self.made:
+            assert not inside.isnan().any(), "not all of it was written"
+            inside.fill_(self.MARK)
+            assert (storage == self.MARK).all(), "something was written outside"
+
+
+@DTYPES
+@pytest.mark.parametrize("pad", [3, 16])
+@pytest.mark.parametrize("kind", ["dense", "causal", "bool", "float32", "sum over keys", "sum over queries", "splits"])
+def test_outputs_are_written_whole_and_nothing_else_is(monkeypatch, dtype, pad, kind):
+    use_tiles(monkeypatch, 16, 32)
+    use_multiprocessors(monkeypatch, 64 if kind == "splits" else 0)
+    shape = {"sum over keys": (1, H, SQ, 1), "sum over queries": (B, 1, 1, SK), "splits": (1, 1, SQ, SK)}
+    mask = None
+    if kind not in ("dense", "causal"):
+        mask = random_mask("bool" if kind == "bool" else "float32", *shape.get(kind, (B, H, SQ, SK)))
+    call = sample(head_dim=24, head_dim_v=40, dtype=dtype, is_causal=kind == "causal", attn_mask=mask)
+    call = dataclasses.replace(call, mask_grad=mask is not None and mask.is_floating_point())
+    guarded = Guarded(pad)
+    grad_out = gradient_for(call)
+    expected = run(call, grad_out, new=Guarded(pad)).results  # makes the plans, which allocate things that nobody fills
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", guarded.empty)
+        ran = run(call, grad_out, new=guarded)
+    for name, tensor in ran.results.items():
+        assert torch.equal(tensor, expected[name]), name
+    assert not ran.logsumexp.isnan().any()
+    guarded.check()
+
+
+@DTYPES
+@pytest.mark.parametrize("pad", [3, 16])
+@pytest.mark.parametrize("kind", ["dense", "causal", "bool", "float32"])
+def test_nothing_is_read_outside_of_the_inputs(monkeypatch, dtype, pad, kind):
+    use_tiles(monkeypatch, 32, 16)
+    call = sample(head_dim=24, head_dim_v=40, dtype=dtype, is_causal=kind == "causal")
+    if kind in ("bool", "float32"):
+        mask = random_mask(kind, B, H, SQ, SK)
+        call = dataclasses.replace(call, attn_mask=mask, mask_grad=kind == "float32")
+    grad_out = gradient_for(call)
+    expected = run(call, grad_out).results
+
+    def surrounded(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or tensor.dtype == torch.bool:
+            return tensor
+        rows = math.prod(tensor.shape[:3])
+        storage = torch.full((1 + rows + 1, tensor.size(3) + pad), NAN, dtype=tensor.dtype)
+        inside = storage[1:-1].view(*tensor.shape[:3], -1)[..., : tensor.size(3)]
+        return inside.copy_(tensor)
+
+    tensors = {name: surrounded(getattr(call, name)) for name in ("query", "key", "value", "attn_mask")}
+    results = run(dataclasses.replace(call, **tensors), surrounded(grad_out)).results
+    for name, tensor in results.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["dense", "float32", "dropout"])
+def test_every_run_gives_the_same_bits(monkeypatch, dtype, kind):
+    use_tiles(monkeypatch, 16, 16)
+    mask = random_mask("float32", 1, 1, SQ, 1) if kind == "float32" else None
+    call = sample(heads=4, kv_heads=2, dtype=dtype, attn_mask=mask, mask_grad=mask is not None)
+    dropout_p = 0.3 if kind == "dropout" else 0.0
+    first, second = (run(call, gradient_for(call), dropout_p=dropout_p) for _ in range(2))
+    assert torch.equal(first.logsumexp, second.logsumexp)
+    for name, tensor in first.results.items():
+        assert torch.equal(tensor, second.results[name]), name
+
+
+# ------------------------------------------------------------------------------------------------------------- logsumexp
+
+
+def logsumexp_float64(call: Call) -> Tensor:
+    wide = dataclasses.replace(call, query=call.query.double(), key=call.key.double())
+    scores = (wide.query @ wide.key.mT) * call.softmax_scale
+    if call.is_causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -INF)
+    if call.attn_mask is not None and call.attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~call.attn_mask, -INF)
+    elif call.attn_mask is not None:
+        scores = scores + call.attn_mask.double()
+    return scores.logsumexp(-1)
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["dense", "causal", "bool", "float32", "query"])
+@pytest.mark.parametrize("scale", [None, -0.7, 0.0])
+def test_logsumexp(monkeypatch, dtype, kind, scale):
+    use_tiles(monkeypatch, 16, 16)
+    mask = None
+    if kind in ("bool", "float32", "query"):
+        mask = random_mask(kind, 1, H, SQ, SK, dtype=dtype)
+        mask[:, :, 4] = False if kind == "bool" else -INF
+    call = sample(dtype=dtype, attn_mask=mask, is_causal=kind == "causal", scale=scale)
+    found, expected = run(call).logsumexp, logsumexp_float64(call)
+    if kind in ("float32", "query"):
+        assert found.shape == (2, B, H, SQ)
+        assert (found[1][expected == -INF] == 0).all()
+        found = found[0].double() + found[1].double()
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=2e-6)
+    assert (found == -INF).sum() == (B * H if mask is not None else 0)
+
+
+@pytest.mark.parametrize("lowest", [-1e9, torch.finfo(SINGLE).min], ids=["-1e9", "finfo.min"])
+def test_logsumexp_keeps_what_rounding_cuts_off(lowest):
+    call = sample(dtype=SINGLE, attn_mask=torch.full((1, 1, SQ, SK), lowest), scale=0.0)
+    high, low = run(call).logsumexp.double()
+    assert (high == float(torch.tensor(lowest))).all()
+    torch.testing.assert_close(low, torch.full_like(low, math.log(SK)), atol=1e-6, rtol=0)
+
+
+def test_forward_without_logsumexp_gives_the_same_output():
+    for mask in (None, random_mask("float32", 1, 1, SQ, SK)):
+        call = sample(dtype=HALF, attn_mask=mask)
+        out = torch.full_like(call.query, NAN)
+        attention.forward(call.query, call.key, call.value, mask, None, 0.0, False, call.softmax_scale, out, None, False)
+        assert torch.equal(out, run(call).results["out"])
+
+
+@pytest.mark.parametrize("kind", ["dense", "bool", "float32"])
+def test_backward_takes_the_logsumexp_of_pytorchs_kernels(kind):
+    """Rows padded to a multiple of 32, one part only, +inf where no key is seen."""
+    mask = random_mask(kind, 1, H, SQ, SK) if kind != "dense" else None
+    if mask is not None:
+        mask[:, :, 4] = False if kind == "bool" else -INF
+    call = sample(dtype=HALF, attn_mask=mask)
+    grad_out = gradient_for(call)
+    ran = run(call, grad_out)
+    padded = torch.full((B, H, 32), NAN)
+    padded[..., :SQ] = logsumexp_float64(call)
+    padded[padded == -INF] = INF
+    grads = [torch.full_like(tensor, NAN) for tensor in (call.query, call.key, call.value)]
+    attention.backward(
+        grad_out, call.query, call.key, call.value, mask, ran.results["out"], padded, None, 0.0, False,
+        call.softmax_scale, *grads, False, False,
+    )  # fmt: skip
+    check(dict(zip(("query", "key", "value"), grads)), expect(call, grad_out))
+
+
+# -------------------------------------------------------------------------------------------------------- what is skipped
+
+
+@pytest.mark.parametrize("wanted", ["query", "key_value", "mask"])
+def test_only_what_is_asked_for_is_computed(wanted):
+    call = sample(dtype=HALF, attn_mask=random_mask("float32", 1, H, SQ, SK), mask_grad=True)
+    grad_out = gradient_for(call)
+    full = run(call, grad_out)
+    grad_query = torch.full_like(call.query, NAN) if wanted == "query" else None
+    pair = [torch.full_like(t, NAN) if wanted == "key_value" else None for t in (call.key, call.value)]
+    before = dict(launch.launch_counts)
+    grad_mask = attention.backward(
+        grad_out, call.query, call.key, call.value, call.attn_mask, full.results["out"], full.logsumexp, None, 0.0, False,
+        call.softmax_scale, grad_query, *pair, wanted == "mask", False,
+    )  # fmt: skip
+    launched = {name for name, count in launch.launch_counts.items() if count > before[name]}
+    # The kernel of the query's gradient always runs: it leaves the row statistics for the others.
+    expected = {"attention_backward_query"} | ({f"attention_backward_{wanted}"} if wanted != "query" else set())
+    assert launched == expected
+    for name, tensor in {"query": grad_query, "key": pair[0], "value": pair[1], "attn_mask": grad_mask}.items():
+        assert tensor is None or torch.equal(tensor, full.results[name])
+    assert (grad_mask is not None) == (wanted == "mask")
+
+
+# --------------------------------------------------------------------------------------------------------------- dropout
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 2, int(SEED)])
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
+def test_dropout_keeps_what_the_reference_keeps(monkeypatch, seed, dropout_p):
+    """With one-hot values the output shows which probabilities were kept, and so does dV with one-hot grad_out."""
+    use_tiles(monkeypatch, 16, 16)
+    length, seed = 40, torch.tensor([seed])
+    identity = torch.eye(length).expand(B, H, length, length).contiguous()
+    call = Call(torch.zeros(B, H, length, D), torch.randn(B, H, length, D), identity)
+    results = run(call, identity, dropout_p=dropout_p, seed=seed).results
+    keep = reference.dropout_keep(seed, (B, H, length, length), dropout_p)
+    assert torch.equal(results["out"] != 0, keep)
+    assert torch.equal(results["value"] != 0, keep.mT)
+    torch.testing.assert_close(results["out"], keep / (length * (1 - dropout_p)))
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["dense", "causal", "bool", "mask gradient"])
+def test_dropout_values_and_gradients(monkeypatch, dtype, kind):
+    use_tiles(monkeypatch, 16, 32)
+    p = 0.3
+    mask = random_mask("bool" if kind == "bool" else "float32", B, 1, SQ, SK) if kind in ("bool", "mask gradient") else None
+    call = sample(heads=4, kv_heads=2, dtype=dtype, attn_mask=mask, is_causal=kind == "causal", mask_grad=kind == "mask gradient")
+    grad_out = gradient_for(call)
+    results = run(call, grad_out, dropout_p=p).results
+    wide = [t.double().requires_grad_() for t in (call.query, call.key, call.value)]
+    wide_mask = mask.double().requires_grad_() if kind == "mask gradient" else mask
+    keep = reference.dropout_keep(SEED, (B, 4, SQ, SK), p).double()
+    out = attention_float64(dataclasses.replace(call, query=wide[0], key=wide[1], value=wide[2], attn_mask=wide_mask), keep, p)
+    inputs = [*wide, wide_mask] if kind == "mask gradient" else wide
+    expected = [out, *torch.autograd.grad(out, inputs, grad_out.double())]
+    assert len(expected) == len(results)
+    limit = 2e-3 if dtype == HALF else 2e-6
+    for (name, actual), wanted in zip(results.items(), expected):
+        error = torch.linalg.vector_norm(actual.double() - wanted) / torch.linalg.vector_norm(wanted)
+        assert error < limit, f"{name}: {error}"
+
+
+def test_dropout_of_everything_gives_zeros():
+    call = sample(dtype=HALF, attn_mask=random_mask("float32", 1, 1, SQ, SK), mask_grad=True)
+    results = run(call, gradient_for(call), dropout_p=1.0).results
+    assert all(tensor.count_nonzero() == 0 for tensor in results.values())
+
+
+# ----------------------------------------------------------------------------------------------------------------- plans
+
+
+def test_a_plan_is_used_again_and_takes_the_new_tensors():
+    first, second = sample(dtype=HALF), sample(dtype=HALF, seed=100)
+    run(first, gradient_for(first))
+    plans = dict(attention._plans)
+    run_and_check(second)
+    assert plans.keys() == attention._plans.keys()
+    assert all(attention._plans[key] is plan for key, plan in plans.items())
+
+
+def test_launches_are_counted():
+    call = sample(dtype=HALF, attn_mask=random_mask("float32", 1, 1, SQ, SK), mask_grad=True)
+    run(call, gradient_for(call))
+    before = dict(launch.launch_counts)
+    run(call, gradient_for(call))
+    run(call)
+    counts = {name: count - before[name] for name, count in launch.launch_counts.items()}
+    assert counts == {
+        "attention_forward": 2,
+        "attention_backward_query": 1,
+        "attention_backward_key_value": 1,
+        "attention_backward_mask": 1,
+    }
+
+
+@pytest.mark.parametrize("kind", ["dead_rows_bool", "dead_rows_float", "lowest_rows"])
+@pytest.mark.parametrize("family", ["sm_80", "sm_86", "gfx942"])
+def test_tiles_of_other_families(monkeypatch, family, kind):
+    """Any tile gives right results; these are the ones that no machine at hand runs."""
+    import random
+
+    monkeypatch.setattr(attention, "_device_facts", lambda _: (family, 4, False))
+    mask = mask_of_kind(kind, (1, 1, 70, 70), HALF, "cpu", random.Random(1))
+    call = sample(batch=1, heads=1, seqlen_q=70, seqlen_k=70, dtype=HALF, attn_mask=rank_4(mask))
+    run_and_check(dataclasses.replace(call, mask_grad=mask.is_floating_point()))
