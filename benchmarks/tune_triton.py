@@ -1,6 +1,6 @@
-"""Measure candidate tiles of the Triton kernels on this GPU and print the best of each: the source of ``kernels/triton/tiles.py``.
+"""Measure candidate tiles of the Triton kernels on this GPU and print the best, for ``kernels/triton/tiles.py``.
 
-    python benchmarks/tune_triton.py --out benchmarks/results/tune.json [--only half] [--budget 240]
+    python -m benchmarks.tune_triton --out benchmarks/results/tune.json [--only half] [--budget 240]
 
 Candidates are compiled in parallel first (Triton's disk cache hands them over), then timed in rounds that visit every
 candidate in turn, on random data, medians; a candidate that does not fit or spills its way to slowness simply loses.
@@ -11,13 +11,15 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import itertools
-import json
 import multiprocessing
 import os
 import statistics
 import time
+from pathlib import Path
 
 import torch
+
+from benchmarks.harness import Results, environment
 from torch_flashbackend.kernels.triton import attention as kernels
 from torch_flashbackend.kernels.triton import tiles
 from torch_flashbackend.kernels.triton.launch import device_target
@@ -211,13 +213,15 @@ def problems(only):
     kinds = ("forward", "backward_key_value", "backward_query")
     listed = []
     if only in ("half", "all"):
-        listed += [Problem(k, d, 4096, half, c, "none") for d, c, k in itertools.product((128, 64, 256), (False, True), kinds)]
+        listed += [Problem(k, d, 4096, half, c, "none")
+                   for d, c, k in itertools.product((128, 64, 256), (False, True), kinds)]  # fmt: skip
         listed += [Problem(k, 512, 4096, half, True, "none") for k in kinds]
     if only in ("sizes", "all"):
         listed += [Problem("forward", d, s, half, c, "none")
                    for d, s, c in itertools.product((128, 64), (1024, 16384), (False, True))]  # fmt: skip
     if only in ("mask", "all"):
-        listed += [Problem(k, d, 4096, half, False, m) for m, d, k in itertools.product(("bool", "float"), (128, 64), kinds)]
+        listed += [Problem(k, d, 4096, half, False, m)
+                   for m, d, k in itertools.product(("bool", "float"), (128, 64), kinds)]  # fmt: skip
         listed += [Problem("backward_mask", d, 4096, half, False, "float") for d in (128, 64)]
     if only in ("single", "all"):
         listed += [Problem(k, d, 2048, torch.float32, True, "none", t)
@@ -244,21 +248,24 @@ def main():
                 print(message, flush=True)
     print(f"compiled {len(work)} candidates in {time.time() - began:.0f} s", flush=True)
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
-    rows = []
+    results = Results(Path(options.out), "tune_triton", environment("cuda"), vars(options))
+    not_measured = []
     for problem in listed:
         if time.time() - began > options.budget:
-            print("budget spent", flush=True)
-            break
+            not_measured.append(problem.name)
+            continue
         times, failed, flops = time_candidates(problem, options.rounds, flush)
         ranked = sorted(times.items(), key=lambda item: item[1])
-        row = {"problem": problem.name, "candidates": [
-            {"tile": [t.block_m, t.block_n, t.num_warps, t.num_stages], "ms": ms, "tflops": flops / ms / 1e9} for t, ms in ranked
-        ], "failed": {str(t): m for t, m in failed.items()}}  # fmt: skip
-        rows.append(row)
+        candidates = [
+            {"tile": [t.block_m, t.block_n, t.num_warps, t.num_stages], "ms": ms, "tflops": flops / ms / 1e9}
+            for t, ms in ranked
+        ]
+        failures = {str(tile): message for tile, message in failed.items()}
+        row = {"problem": problem.name, "candidates": candidates, "failed": failures}
         shown = "  ".join(f"{c['tile']} {c['tflops']:.0f}" for c in row["candidates"][:5])
         print(f"{problem.name}: {shown}" + (f"  failed: {len(failed)}" if failed else ""), flush=True)
-        with open(options.out, "w") as file:
-            json.dump({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, file, indent=1)
+        results.add(row)
+    results.finish(not_measured)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The operators torch.ops.flashbackend.* on a CPU, where the math path computes them: schemas, fake tensors, derivatives."""
+"""The operators torch.ops.flashbackend.* on a CPU, where the math path runs: schemas, fake tensors, derivatives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from common import Call, attention_float64, check, expect, gradient_for, tensor_in_layout
 from hooked import run_python, sample
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_flashbackend import direct, ops, reference
+
+from common import Call, attention_float64, check, expect, gradient_for, tensor_in_layout
 
 attention = torch.ops.flashbackend.attention.default
 attention_forward = torch.ops.flashbackend.attention_forward.default
@@ -145,7 +146,7 @@ def backward_arguments(case: Case, output_mask: list[bool] | None = None) -> tup
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------- schemas, fake tensors
+# ------------------------------------------------------------------------------------------------ schemas, fake tensors
 
 
 @every_case
@@ -159,7 +160,10 @@ def test_opcheck_of_the_backward(case):
     torch.library.opcheck(attention_backward, backward_arguments(case))
 
 
-SDPA_CASES = [name for name, case in CASES.items() if case.dropout_p == 0.0 and not name.startswith("no ")]
+SDPA_CASES = (
+    "plain", "causal", "gqa", "half", "value dim, transposed", "expanded batch", "bool mask per key",
+    "float mask of rank 2", "float mask, transposed", "empty batch",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SDPA_CASES)
@@ -248,12 +252,13 @@ def test_sizes_may_be_symbols():
     assert len(compiled_for) == 1
 
 
-# ------------------------------------------------------------------------------------------------------- values, gradients
+# ---------------------------------------------------------------------------------------------------- values, gradients
 
 
-@pytest.mark.parametrize("case", [c for c in VALUES.values() if not c.dropout_p], ids=[n for n, c in VALUES.items() if not c.dropout_p])
+@pytest.mark.parametrize("name", [name for name, case in VALUES.items() if not case.dropout_p])
 @pytest.mark.parametrize("way", ["run", "run with logsumexp", "attention", "attention_forward"])
-def test_values_and_gradients_against_float64(case, way):
+def test_values_and_gradients_against_float64(name, way):
+    case = VALUES[name]
     call = case.call(grad=True)
     arguments = (call.query, call.key, call.value, call.attn_mask, 0.0, case.is_causal, case.scale)
     operator_arguments = (*arguments[:4], None, *case.options, case.layout)
@@ -356,13 +361,14 @@ def test_changing_an_input_before_backward_raises(return_lse):
 
 # -------------------------------------------------------------------------------------------------- higher derivatives
 
+F64 = torch.float64
 SMALL = {
     "plain": Case(query=(1, 2, 3, 2), key=(1, 2, 4, 2), head_dim_v=3),
     "causal": Case(query=(1, 2, 4, 2), key=(1, 2, 4, 2), head_dim_v=2, is_causal=True),
     "gqa": Case(query=(1, 2, 3, 2), key=(1, 1, 4, 2), head_dim_v=2, scale=-0.7),
     "bool mask": Case(query=(1, 2, 3, 2), key=(1, 2, 4, 2), head_dim_v=2, mask=(1, 1, 3, 4)),
-    "float mask": Case(query=(1, 2, 3, 2), key=(1, 2, 4, 2), head_dim_v=2, mask=(1, 2, 3, 4), mask_dtype=torch.float64),
-    "float mask per key": Case(query=(2, 1, 3, 2), key=(2, 1, 4, 2), head_dim_v=2, mask=(1, 1, 1, 4), mask_dtype=torch.float64),
+    "float mask": Case(query=(1, 2, 3, 2), key=(1, 2, 4, 2), head_dim_v=2, mask=(1, 2, 3, 4), mask_dtype=F64),
+    "float mask per key": Case(query=(2, 1, 3, 2), key=(2, 1, 4, 2), head_dim_v=2, mask=(1, 1, 1, 4), mask_dtype=F64),
     "dropout": Case(query=(1, 2, 3, 2), key=(1, 2, 4, 2), head_dim_v=2, dropout_p=0.3),
 }  # fmt: skip
 
@@ -422,7 +428,7 @@ def keep(seed: int = SEED, p: float = 0.3, shape: tuple[int, ...] = (2, 4, 192, 
 
 
 def chi_square(counts: Tensor, trials: int, probability: float) -> float:
-    """How likely independent draws give counts that vary this much or more, or this little or less, whichever is less."""
+    """How likely independent draws give counts that vary as much or more, or as little or less, whichever is less."""
     squares = (counts.double() - trials * probability).square() / (trials * probability * (1 - probability))
     half_freedom = torch.tensor(squares.numel() / 2, dtype=torch.float64)
     upper = torch.special.gammaincc(half_freedom, squares.sum() / 2).item()
@@ -439,8 +445,8 @@ def likelihood(kept: Tensor, p: float) -> float:
         for step in (1, 2, size // 2):  # do neighbours, and lines further apart, agree as often as they should?
             differ = _differ(kept, dim, step)
             found.append(chi_square(differ.sum(others), kept.numel() // size, 2 * p * share))
-    # The corners of rectangles: this often an odd number of the four is kept. A generator that only joins a number of the
-    # row and one of the column, without mixing, fails here.
+    # The corners of rectangles: this often an odd number of the four is kept. A generator that only joins a number of
+    # the row and one of the column, without mixing, fails here.
     odd = (1 - (1 - 2 * p) ** 4) / 2
     for steps in ((1, 1), (2, 4), (kept.size(1) // 2, kept.size(2) // 2)):
         corners = _differ(_differ(kept, 1, steps[0]), 2, steps[1])
@@ -562,7 +568,7 @@ def test_dropout_follows_manual_seed(grad):
     assert not torch.equal(first, second)
 
 
-# ------------------------------------------------------------------------------------------------- flops, counts, failures
+# ---------------------------------------------------------------------------------------------- flops, counts, failures
 
 
 def counted(function, *arguments) -> int:
@@ -582,9 +588,10 @@ def test_flops_are_counted_as_stocks_are(is_causal):
     philox = torch.empty(2, dtype=torch.uint64, device="meta")
     stock_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     stock_arguments = (out, query, key, value, out, logsumexp, None, None, 40, 56, 0.0, is_causal, philox, philox)
-    backward_arguments = (out, query, key, value, None, out, logsumexp, None, 0.0, is_causal, 0.25, [True] * 3 + [False])
+    wanted = [True, True, True, False]
+    ours = (out, query, key, value, None, out, logsumexp, None, 0.0, is_causal, 0.25, wanted)
     expected = counted(stock_backward, *stock_arguments)
-    assert counted(attention_backward, *backward_arguments) == expected > 0
+    assert counted(attention_backward, *ours) == expected > 0
 
 
 def test_flops_of_a_training_step_and_of_grouped_queries():
@@ -653,12 +660,12 @@ def test_backward_whose_kernel_is_unavailable_takes_the_math_path_and_warns_once
         return torch.autograd.grad(out, leaves, sample(*out.shape, seed=9))
 
     expected = gradients()
-    failing_backward(KernelUnavailable("Triton could not compile attention_backward_query: no PTX"))
+    failing_backward(KernelUnavailable("Triton could not compile it: no PTX"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = gradients()
     assert [str(w.message) for w in caught] == [
-        "torch_flashbackend: Triton could not compile attention_backward_query: no PTX; the math path computes this backward"
+        "torch_flashbackend: Triton could not compile it: no PTX; the math path computes this backward"
     ]
     torch.testing.assert_close(found, expected)
 
@@ -668,4 +675,3 @@ def test_backward_that_fails_otherwise_raises(failing_backward):
     failing_backward(RuntimeError("something else"))
     with pytest.raises(RuntimeError, match="something else"):
         ops.run(query, key, value).sum().backward()
-

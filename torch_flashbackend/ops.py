@@ -1,16 +1,17 @@
 """The operators ``torch.ops.flashbackend.*``: schemas, implementations, fake tensors, autograd, FLOP formulas.
 
-May import torch, ``reference`` and the kernels (these only when a GPU call first needs them). Imported by the call and kernel
-hooks, ``selection`` and ``attention``. All operators are rank 4: query [B, H, Sq, D], key [B, Hkv, Sk, D], value
-[B, Hkv, Sk, Dv], Hkv a divisor of H, one dtype; attn_mask bool, float32 or query's dtype, broadcastable to [B, H, Sq, Sk].
+May import torch, ``reference`` and the kernels (these only when a GPU call first needs them). Imported by the call and
+kernel hooks, ``selection`` and ``attention``. All operators are rank 4: query [B, H, Sq, D], key [B, Hkv, Sk, D], value
+[B, Hkv, Sk, Dv], Hkv a divisor of H, one dtype; attn_mask bool, float32 or query's dtype, which broadcasts to
+[B, H, Sq, Sk].
 
     attention           -> out [B, H, Sq, Dv]                inference: nothing is kept
     attention_forward   -> out, logsumexp float32 [B, H, Sq], natural logarithm, -inf for a row that sees no key; with a
                            float mask [2, B, H, Sq], the second half being what rounding cut off the first
     attention_backward  -> gradients of query, key, value and attn_mask, an empty tensor for each not asked for
 
-``layout`` is the memory order of out: "query" (that of the query), "bshd" or "bhsd". ``dropout_seed`` int64 [1] goes with a
-positive dropout_p. On CUDA the Triton kernels run; on CPU and MPS the math path.
+``layout`` is the memory order of out: "query" (that of the query), "bshd" or "bhsd". ``dropout_seed`` int64 [1] goes
+with a positive dropout_p. On CUDA the Triton kernels run; on CPU and MPS the math path.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def reset_launch_counts() -> None:
         counts[name] = 0
 
 
-# ---------------------------------------------------------------------------------------------------------------- outputs
+# -------------------------------------------------------------------------------------------------------------- outputs
 
 
 def _empty_out(query: Tensor, head_dim_v: int, layout: str) -> Tensor:
@@ -93,7 +94,7 @@ def _mask_as_rank_4(attn_mask: Tensor | None) -> Tensor | None:
     return attn_mask[(None,) * (4 - attn_mask.dim())]
 
 
-# ------------------------------------------------------------------------------------------------------------------- CUDA
+# ----------------------------------------------------------------------------------------------------------------- CUDA
 
 
 def _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, logsumexp):
@@ -135,8 +136,8 @@ def _attention_backward_cuda(grad_out, query, key, value, attn_mask, out, logsum
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
     mask = _mask_as_rank_4(attn_mask)
     grad_mask = _kernels().backward(
-        grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query, grad_key,
-        grad_value, needs_mask, allow_tf32,
+        grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
+        grad_key, grad_value, needs_mask, allow_tf32,
     )  # fmt: skip
     return (
         grad_query if needs_query else query.new_empty(0),
@@ -146,7 +147,7 @@ def _attention_backward_cuda(grad_out, query, key, value, attn_mask, out, logsum
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ CPU and MPS
+# ---------------------------------------------------------------------------------------------------------- CPU and MPS
 
 
 def _attention_math(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout):
@@ -177,7 +178,7 @@ def _attention_backward_math(grad_out, query, key, value, attn_mask, out, logsum
     )
 
 
-# ------------------------------------------------------------------------------------------------------------------- fake
+# ----------------------------------------------------------------------------------------------------------------- fake
 
 
 def _empty_gradient(like: Tensor, index: int) -> Tensor:
@@ -215,16 +216,17 @@ for _name, _cuda, _math in (
     _library.impl(_name, _math, "MPS")
 
 
-# --------------------------------------------------------------------------------------------------------------- autograd
+# ------------------------------------------------------------------------------------------------------------- autograd
 
 
 check_gradients: Callable[..., None] | None = None
 """What verify mode wants to be called with after each backward; None: nobody listens."""
 
 
-def _gradients(saved, grad_out, dropout_p, is_causal, scale, needed):
+def _gradients(saved, grad_out, options, needed):
     """(grad_query, grad_key, grad_value, grad_mask), None where not needed; differentiable under create_graph=True."""
     query, key, value, attn_mask, out, logsumexp, dropout_seed = saved
+    dropout_p, is_causal, scale = options
     if torch.is_grad_enabled():
         # create_graph: the backward itself will be differentiated, so it is made of operations that can be.
         inputs = [t for t, wanted in zip((query, key, value, attn_mask), needed, strict=True) if wanted]
@@ -284,7 +286,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        grads = _gradients(ctx.saved_tensors, grad_out, *ctx.options, ctx.needs_input_grad[:4])
+        grads = _gradients(ctx.saved_tensors, grad_out, ctx.options, ctx.needs_input_grad[:4])
         return *grads, None, None, None, None, None
 
 
@@ -300,11 +302,11 @@ class _AttentionWithLogsumexp(_Attention):
         return out, logsumexp
 
     @staticmethod
-    def backward(ctx, grad_out, _):
+    def backward(ctx, grad_out, _=None):
         return _Attention.backward(ctx, grad_out)
 
 
-# apply() of the base class, bound once, skips a check for functorch transforms that the call hook has made already (3 us).
+# apply() of the base class, bound once, skips a check for functorch transforms that the call hook has made (3 us).
 _apply = super(torch.autograd.Function, _Attention).apply
 _apply_with_logsumexp = super(torch.autograd.Function, _AttentionWithLogsumexp).apply
 
@@ -317,7 +319,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _operator_backward(ctx, grad_out, _):
-    grads = _gradients(ctx.saved_tensors, grad_out, *ctx.options, ctx.needs_input_grad[:4])
+    grads = _gradients(ctx.saved_tensors, grad_out, ctx.options, ctx.needs_input_grad[:4])
     return *grads, None, None, None, None, None
 
 
@@ -338,7 +340,7 @@ def _inference_backward(ctx, grad_out):
     with torch.no_grad():
         out, logsumexp = _attention_forward(query, key, value, attn_mask, dropout_seed, *ctx.options, "query")
     saved = query, key, value, attn_mask, out, logsumexp, dropout_seed
-    grads = _gradients(saved, grad_out, *ctx.options, ctx.needs_input_grad[:4])
+    grads = _gradients(saved, grad_out, ctx.options, ctx.needs_input_grad[:4])
     return *grads, None, None, None, None, None
 
 
@@ -347,7 +349,7 @@ torch.library.register_autograd(
 )
 
 
-# ------------------------------------------------------------------------------------------------------------------ flops
+# ---------------------------------------------------------------------------------------------------------------- flops
 
 
 def _with_all_heads(query_shape, shape):
@@ -364,14 +366,14 @@ def _attention_flops(query_shape, key_shape, value_shape, *args, out_shape=None,
 
 
 @register_flop_formula(torch.ops.flashbackend.attention_backward)
-def _attention_backward_flops(grad_out_shape, query_shape, key_shape, value_shape, *args, out_shape=None, **kwargs) -> int:
+def _attention_backward_flops(grad_out_shape, query_shape, key_shape, value_shape, *args, **kwargs) -> int:
     """As torch counts its backward: five products."""
     return sdpa_backward_flop_count(
         grad_out_shape, query_shape, _with_all_heads(query_shape, key_shape), _with_all_heads(query_shape, value_shape)
     )
 
 
-# -------------------------------------------------------------------------------------------------------------------- run
+# ------------------------------------------------------------------------------------------------------------------ run
 
 
 def run(
@@ -388,8 +390,8 @@ def run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention on our operators, differentiable; draws the dropout seed from torch's generator of the device.
 
-    Shapes and types as the module says. Call it with no functorch transform and no forward-mode level active: those need
-    PyTorch's own rules. Raises ``KernelUnavailable`` before anything ran when a kernel can not be compiled.
+    Shapes and types as the module says. Call it with no functorch transform and no forward-mode level active: those
+    need PyTorch's own rules. Raises ``KernelUnavailable`` before anything ran when a kernel can not be compiled.
     """
     if scale is None:
         scale = query.size(-1) ** -0.5

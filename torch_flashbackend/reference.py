@@ -1,4 +1,4 @@
-"""The math path: attention in plain PyTorch, differentiable, on any device. It states the semantics of every kernel here.
+"""The math path: attention in plain PyTorch, differentiable, on any device. It states what every kernel here computes.
 
 May import torch only. Imported by ``ops`` (CPU and MPS, double backward) and by the tests. Half types are computed in
 float32; memory is quadratic in the sequence length.
@@ -27,8 +27,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * query @ key^T + mask) @ value, with zeros where a query sees no key.
 
-    query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv], Hkv a divisor of H; attn_mask bool (True: may see) or
-    float (added after scaling), broadcastable to [B, H, Sq, Sk]; is_causal is aligned at the top left. Returns out
+    query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv], Hkv a divisor of H; attn_mask bool (True: may see)
+    or float (added after scaling), broadcastable to [B, H, Sq, Sk]; is_causal is aligned at the top left. Returns out
     [B, H, Sq, Dv] and, with return_lse, the natural logsumexp of the scores [B, H, Sq] (-inf where no key is seen).
     dropout_seed int64 [1] picks the same dropout as the kernels'.
     """

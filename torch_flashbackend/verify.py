@@ -1,8 +1,8 @@
 """Verify mode: on a random share of the calls that we take, compute the answer again in float64 and compare.
 
 May import torch, problem.py, `_torch.py`, and ops.py to be called back after a backward. Imported by the hooks, which
-test `verify.share` (0.0: off) on every call, and by stats.py. Switched on by TORCH_FLASHBACKEND_VERIFY=0.01 (a share of the calls, 0 to 1) or `set_verify(0.01)`;
-the module is that function: `torch_flashbackend.verify(0.01)`.
+test `verify.share` (0.0: off) on every call, and by stats.py. Switched on by TORCH_FLASHBACKEND_VERIFY=0.01 (a share of
+the calls, 0 to 1) or `set_verify(0.01)`; the module is that function: `torch_flashbackend.verify(0.01)`.
 
 A difference is measured against a bound on rounding, element by element: with probabilities p, values v and the
 rounding units e of the products and the result, an output may be off by f·Σ p|v|, where the factor f adds what the
@@ -301,7 +301,7 @@ def _weights(
 
 
 def _units(dtype: torch.dtype) -> tuple[float, float]:
-    """Rounding units of the products q·k (of which half types are exact, so their sums' in float32), and of results."""
+    """Rounding units of the products q·k (of which half types are exact, so their sums' in float32) and of results."""
     if dtype is torch.float64:
         return 2.0**-45, 2.0**-48
     if dtype is not torch.float32:

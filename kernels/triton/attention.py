@@ -1,7 +1,7 @@
 """From tensors to launches: the forward and the backward of attention on Triton kernels.
 
-May import torch and this folder. Imported by ``torch_flashbackend.ops``. Everything here is rank 4, [B, H, S, D], with all sizes
-positive; masks are [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1], never expanded in memory.
+May import torch and this folder. Imported by ``torch_flashbackend.ops``. Everything here is rank 4, [B, H, S, D], with
+all sizes positive; masks are [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1], never expanded in memory.
 
 What a call needs beside its pointers is worked out once and kept in a plan, keyed by everything that it depends on.
 """
@@ -15,10 +15,11 @@ import torch
 
 from . import backward as backward_kernels
 from . import forward as forward_kernels
+from .common import MASK_BOOL as _BOOL
+from .common import MASK_FLOAT as _FLOAT
+from .common import MASK_NONE as _NONE
 from .launch import Launch, TensorMap, device_target
 from .tiles import choose, family
-
-from .common import MASK_BOOL as _BOOL, MASK_FLOAT as _FLOAT, MASK_NONE as _NONE
 
 MASK_NONE, MASK_BOOL, MASK_FLOAT = _NONE.value, _BOOL.value, _FLOAT.value
 _LOG2E = math.log2(math.e)
@@ -72,8 +73,8 @@ class _Call:
         self.block_d, self.block_dv = _padded(head_dim), _padded(head_dim_v)
         self.head_dim_padded = max(self.block_d, self.block_dv)
         if not (self.has_tma and all(TensorMap.accepts(tensor) for tensor in tensors)):
-            # Triton 3.6 on sm_90, loading by pointers, gives wrong results and illegal addresses for a value block of 32
-            # columns beside a key block of 64; equal blocks are right for every size.
+            # Triton 3.6 on sm_90, loading by pointers, gives wrong results and illegal addresses for a value block of
+            # 32 columns beside a key block of 64; equal blocks are right for every size.
             self.block_d = self.block_dv = self.head_dim_padded
         self.mask_kind = MASK_NONE if mask is None else MASK_BOOL if mask.dtype == torch.bool else MASK_FLOAT
         self.scale = scale
@@ -163,7 +164,8 @@ class _Call:
         order = kernel.arg_names
         every_scalar = strides | mask_strides | scalars
         maps = {}
-        if streamed and self.has_tma and self.dtype.itemsize == 2 and all(TensorMap.accepts(pointers[n]) for n in streamed):
+        can_map = streamed and self.has_tma and self.dtype.itemsize == 2
+        if can_map and all(TensorMap.accepts(pointers[name]) for name in streamed):
             maps = {name: TensorMap(pointers[name], *block) for name, block in streamed.items()}
         constants = self.constants | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": bool(maps)} | names
         launch = Launch(
@@ -172,7 +174,7 @@ class _Call:
             pointers,
             {name: every_scalar[name] for name in order if name in every_scalar},
             {name: constants[name] for name in order if name in constants},
-            self.divisors({name: tensor for name, tensor in pointers.items() if name not in maps}, strides, mask_strides),
+            self.divisors({name: t for name, t in pointers.items() if name not in maps}, strides, mask_strides),
             tile,
             maps,
         )
@@ -180,7 +182,7 @@ class _Call:
 
 
 def _plan_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32,
-                  target=None):  # fmt: skip
+                  target=None):
     call = _Call(query, key, value, mask, dropout_p, is_causal, scale, (query, key, value, out), allow_tf32, target)
     tile = call.tile("forward")
     factor = 1
@@ -191,14 +193,14 @@ def _plan_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, ou
         kernel_scale = abs(kernel_scale) if factor else 1.0
     low = logsumexp if logsumexp is not None and call.mask_kind == MASK_FLOAT else None
     pointers = {"query": query, "key": key, "value": value, "mask": mask, "dropout_seed": seed, "out": out,
-                "logsumexp": logsumexp, "logsumexp_low": low}  # fmt: skip
+                "logsumexp": logsumexp, "logsumexp_low": low}
     strides = (call.strides("qb qh qm qd", query) | call.strides("kb kh kn kd", key)
-               | call.strides("vb vh vn vd", value) | call.strides("ob oh om od", out))  # fmt: skip
+               | call.strides("vb vh vn vd", value) | call.strides("ob oh om od", out))
     scalars = call.sizes | {"scale": ("fp32", kernel_scale)} | call.dropout
     names = {"STORE_LOGSUMEXP": logsumexp is not None, "QUERY_FACTOR": factor}
     programs = math.ceil(call.seqlen_q / tile.block_m) * call.batch * call.heads
     return call.launch(forward_kernels.attention_forward, programs, tile, pointers, strides, call.strides_of_mask(),
-                       scalars, names, {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)})  # fmt: skip
+                       scalars, names, {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)})
 
 
 def forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32) -> None:
@@ -206,18 +208,18 @@ def forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, 
 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv] of one dtype (float16, bfloat16,
     float32) with any strides; mask None, bool, float32 or query's dtype; dropout_seed int64 [1] where dropout_p > 0;
-    logsumexp float32, contiguous, [B, H, seqlen_q], or [2, B, H, seqlen_q] with a float mask (value and what rounding cut
-    off it). Raises KernelUnavailable before anything is launched.
+    logsumexp float32, contiguous, [B, H, seqlen_q], or [2, B, H, seqlen_q] with a float mask (value and what rounding
+    cut off it). Raises KernelUnavailable before anything is launched.
     """
     plan_key = (
         _signature(query), _signature(key), _signature(value), _signature(out),
         None if mask is None else _signature(mask), dropout_p, is_causal, scale, logsumexp is None, allow_tf32,
         query.device,
-    )  # fmt: skip
+    )
     launch = _plans.get(plan_key)
     if launch is None:
-        launch = _remember(plan_key, _plan_forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out,
-                                                   logsumexp, allow_tf32))  # fmt: skip
+        launch = _remember(plan_key, _plan_forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale,
+                                                   out, logsumexp, allow_tf32))
     launch(query, key, value, mask, dropout_seed, out, logsumexp, _low_part(logsumexp))
 
 
@@ -227,10 +229,10 @@ def _low_part(logsumexp: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class _BackwardPlan:
-    """The launches of one backward: dQ (always, it leaves the row statistics), then dK and dV, then the mask's gradient."""
+    """The launches of one backward: dQ (always, it leaves the row statistics), then dK and dV, then the mask's."""
 
     def __init__(self, query, key, value, mask, seed, dropout_p, is_causal, scale, out, logsumexp, grad_out,
-                 grad_query, grad_key, grad_value, needs_mask, logsumexp_pitch, allow_tf32, target=None):  # fmt: skip
+                 grad_query, grad_key, grad_value, needs_mask, logsumexp_pitch, allow_tf32, target=None):
         tensors = [t for t in (query, key, value, out, grad_out, grad_query, grad_key, grad_value) if t is not None]
         call = _Call(query, key, value, mask, dropout_p, is_causal, scale, tensors, allow_tf32, target)
         low = logsumexp if logsumexp.dim() == 4 else None
@@ -243,32 +245,38 @@ class _BackwardPlan:
         plane = call.batch * call.heads * self.padded_q
         statistics = {"statistics": self.allocate(query)}
         strides = (call.strides("qb qh qm qd", query) | call.strides("kb kh kn kd", key)
-                   | call.strides("vb vh vn vd", value) | call.strides("gb gh gm gd", grad_out))  # fmt: skip
-        scalars = (call.sizes | call.dropout | {"padded_q": ("i32", self.padded_q), "plane": ("i64", plane), "scale": ("fp32", call.kernel_scale), "out_scale": ("fp32", scale)})  # fmt: skip
+                   | call.strides("vb vh vn vd", value) | call.strides("gb gh gm gd", grad_out))
+        scalars = call.sizes | call.dropout
+        scalars |= {"padded_q": ("i32", self.padded_q), "plane": ("i64", plane)}
+        scalars |= {"scale": ("fp32", call.kernel_scale), "out_scale": ("fp32", scale)}
         names = {"HAS_LOW": low is not None}
 
         tile = call.tile("backward_query")
-        pointers = inputs | {"out": out, "logsumexp": logsumexp, "logsumexp_low": low, "grad_out": grad_out} | statistics
-        pointers |= {"grad_query": grad_query}
+        pointers = inputs | {"out": out, "logsumexp": logsumexp, "logsumexp_low": low, "grad_out": grad_out}
+        pointers |= statistics | {"grad_query": grad_query}
         query_strides = strides | call.strides("ob oh om od", out)
         query_strides |= call.strides("dqb dqh dqm dqd", query if grad_query is None else grad_query)
         self.query = call.launch(
             backward_kernels.attention_backward_query, self.padded_q // tile.block_m * call.batch * call.heads, tile,
-            pointers, query_strides, call.strides_of_mask(), scalars | {"logsumexp_pitch": ("i64", logsumexp_pitch)}, names | {"ONLY_DELTA": grad_query is None},
+            pointers, query_strides, call.strides_of_mask(), scalars | {"logsumexp_pitch": ("i64", logsumexp_pitch)},
+            names | {"ONLY_DELTA": grad_query is None},
             {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
-        )  # fmt: skip
+        )
 
         self.key_value = None
         if grad_key is not None:
             tile = call.tile("backward_key_value")
             pointers = inputs | statistics | {"grad_out": grad_out, "grad_key": grad_key, "grad_value": grad_value}
-            key_strides = strides | call.strides("dkb dkh dkn dkd", grad_key) | call.strides("dvb dvh dvn dvd", grad_value)
+            key_strides = strides | call.strides("dkb dkh dkn dkd", grad_key)
+            key_strides |= call.strides("dvb dvh dvn dvd", grad_value)
+            bounds = {"BOUND_QUERIES": call.seqlen_q % tile.block_m != 0}
+            bounds |= {"BOUND_KEYS": call.seqlen_k % tile.block_n != 0}
             self.key_value = call.launch(
                 backward_kernels.attention_backward_key_value,
                 math.ceil(call.seqlen_k / tile.block_n) * call.batch * call.kv_heads, tile, pointers, key_strides,
-                call.strides_of_mask(), scalars, names | {"BOUND_QUERIES": call.seqlen_q % tile.block_m != 0, "BOUND_KEYS": call.seqlen_k % tile.block_n != 0},
+                call.strides_of_mask(), scalars, names | bounds,
                 {"query": (tile.block_m, call.block_d), "grad_out": (tile.block_m, call.block_dv)},
-            )  # fmt: skip
+            )
 
         self.mask = None
         if needs_mask:
@@ -285,18 +293,19 @@ class _BackwardPlan:
             numel = mask.numel()
             mask_strides = {"stride_ds": ("i64", numel), "stride_db": ("i64", numel // mask_batches),
                             "stride_dh": ("i64", mask_q * mask_k), "stride_dq": ("i64", mask_k),
-                            "stride_dk": ("i64", 1)}  # fmt: skip
+                            "stride_dk": ("i64", 1)}
             counts = {"num_batches": call.batch, "mask_batches": mask_batches, "mask_heads": mask_heads,
-                      "mask_tiles_q": tiles_q, "mask_tiles_k": tiles_k, "num_splits": self.splits}  # fmt: skip
+                      "mask_tiles_q": tiles_q, "mask_tiles_k": tiles_k, "num_splits": self.splits}
             scalars |= {name: ("i32", count) for name, count in counts.items()}
             # Its type is all that matters of the pointer here; each call brings its own buffer.
             self.mask_dtype = mask.dtype if self.splits == 1 else torch.float32
-            pointers = inputs | statistics | {"grad_out": grad_out, "grad_mask": torch.empty(0, dtype=self.mask_dtype, device=query.device)}
+            grad_mask = torch.empty(0, dtype=self.mask_dtype, device=query.device)
+            pointers = inputs | statistics | {"grad_out": grad_out, "grad_mask": grad_mask}
             self.mask = call.launch(
                 backward_kernels.attention_backward_mask, owned * self.splits, tile, pointers, strides,
                 call.strides_of_mask() | mask_strides, scalars,
                 names | {"MASK_PER_KEY": mask_q == 1, "MASK_PER_QUERY": mask_k == 1},
-            )  # fmt: skip
+            )
 
     def allocate(self, query) -> torch.Tensor:
         """Room for the row statistics: float32 [planes, B, H, padded_q]."""
@@ -304,12 +313,12 @@ class _BackwardPlan:
 
 
 def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
-             grad_key, grad_value, needs_mask, allow_tf32) -> torch.Tensor | None:  # fmt: skip
-    """Fill grad_query, grad_key, grad_value (None where not needed; key and value together) and return the mask's gradient.
+             grad_key, grad_value, needs_mask, allow_tf32) -> torch.Tensor | None:
+    """Fill grad_query, grad_key, grad_value (None: not needed; key and value together) and return the mask's gradient.
 
-    Arguments as in ``forward``. logsumexp [B, H, seqlen_q or more] or [2, B, H, seqlen_q], float32, contiguous: this forward's
-    or PyTorch's (whose efficient kernel pads its rows, and whose masked rows are +inf instead of -inf). The mask's gradient
-    has the mask's shape and dtype and is contiguous.
+    Arguments as in ``forward``. logsumexp [B, H, seqlen_q or more] or [2, B, H, seqlen_q], float32, contiguous: this
+    forward's or PyTorch's (whose efficient kernel pads its rows, and whose masked rows are +inf instead of -inf). The
+    mask's gradient has the mask's shape and dtype and is contiguous.
     """
     pitch = logsumexp.size(-1)
     plan_key = (
@@ -317,14 +326,15 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dr
         None if mask is None else _signature(mask), None if grad_query is None else _signature(grad_query),
         None if grad_key is None else (_signature(grad_key), _signature(grad_value)),
         logsumexp.shape, dropout_p, is_causal, scale, needs_mask, allow_tf32, query.device, True,
-    )  # fmt: skip
+    )
     plan = _plans.get(plan_key)
     if plan is None:
         plan = _remember(plan_key, _BackwardPlan(
             query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, grad_out, grad_query,
-            grad_key, grad_value, needs_mask, pitch, allow_tf32))  # fmt: skip
+            grad_key, grad_value, needs_mask, pitch, allow_tf32))
     statistics = plan.allocate(query)
-    plan.query(query, key, value, mask, dropout_seed, out, logsumexp, _low_part(logsumexp), grad_out, statistics, grad_query)
+    plan.query(query, key, value, mask, dropout_seed, out, logsumexp, _low_part(logsumexp), grad_out, statistics,
+               grad_query)
     if plan.key_value is not None:
         plan.key_value(query, key, value, mask, dropout_seed, statistics, grad_out, grad_key, grad_value)
     if plan.mask is None:
@@ -335,11 +345,11 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dr
 
 
 def compile_for(target, query, key, value, mask=None, *, dropout_p=0.0, is_causal=False, scale=1.0, logsumexp=True,
-                backward=True, mask_gradient=False, allow_tf32=False, only=None) -> dict:  # fmt: skip
+                backward=True, mask_gradient=False, allow_tf32=False, only=None) -> dict:
     """Compile what a call would launch on a target (``GPUTarget("cuda", 90, 32)``), without such a GPU: {name: kernel}.
 
-    The tensors may lie on the CPU; their sizes decide head dimensions and which bounds are checked, nothing else. ``only``
-    names one kernel.
+    The tensors may lie on the CPU; their sizes decide head dimensions and which bounds are checked, nothing else.
+    ``only`` names one kernel.
     """
     out = torch.empty((*query.shape[:3], value.size(3)), dtype=query.dtype)
     statistics = (2, *query.shape[:3]) if mask is not None and mask.dtype != torch.bool else query.shape[:3]
@@ -348,7 +358,8 @@ def compile_for(target, query, key, value, mask=None, *, dropout_p=0.0, is_causa
     launches = [_plan_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, allow_tf32, target)]
     if backward:
         grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
-        plan = _BackwardPlan(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, torch.empty_like(out),
-                             *grads, mask_gradient, query.size(2), allow_tf32, target)  # fmt: skip
+        grad_out = torch.empty_like(out)
+        plan = _BackwardPlan(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, grad_out, *grads,
+                              mask_gradient, query.size(2), allow_tf32, target)
         launches += [launch for launch in (plan.query, plan.key_value, plan.mask) if launch is not None]
     return {launch.name: launch.compile(target) for launch in launches if only in (None, launch.name)}

@@ -1,17 +1,17 @@
 """Attention backward in two or three kernels, without atomics, so that every run gives the same bits.
 
-Method: Dao, "FlashAttention-2" (arXiv 2307.08691), section 3.1, split by what is accumulated. With P the probabilities and
-delta = rowsum(grad_out * out):
+Method: Dao, "FlashAttention-2" (arXiv 2307.08691), section 3.1, split by what is accumulated. With P the probabilities
+and delta = rowsum(grad_out * out):
 
-    dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dQ = scale * dS K      dK = scale * dS^T Q      dMask = dS
+    dV = P^T dO     dP = dO V^T     dS = P * (dP - delta)     dQ = scale * dS K     dK = scale * dS^T Q     dMask = dS
 
-    attention_backward_query      BLOCK_M rows of dQ of one head, loops over keys; leaves logsumexp and delta for the others
-    attention_backward_key_value  BLOCK_N rows of dK and dV of one kv head, loops over the queries of all heads of its group
+    attention_backward_query      BLOCK_M rows of dQ of one head, loops over keys; leaves row statistics for the others
+    attention_backward_key_value  BLOCK_N rows of dK and dV of one kv head, loops over the queries of its group's heads
     attention_backward_mask       a tile of the float mask's gradient, loops over whatever the mask was broadcast over
 
-P is computed again in each from scores and logsumexp: seven products instead of five, in exchange for no fp32 workspace the
-size of Q and no order of additions left to chance. Scores are held transposed where keys are the rows of the result, so
-that P^T and dS^T are the left operands of the products that follow.
+P is computed again in each from scores and logsumexp: seven products instead of five, in exchange for no fp32 workspace
+the size of Q and no order of additions left to chance. Scores are held transposed where keys are the rows of the
+result, so that P^T and dS^T are the left operands of the products that follow.
 
 May import triton and ``common.py`` only. Launched by ``attention.py``.
 """
@@ -53,21 +53,21 @@ def _load_statistics(statistics, plane, position, HAS_LOW: tl.constexpr):
 def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, key_index, row_key, column_key, mask,
                    stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
                    BOUND_KEYS: tl.constexpr, DIAGONAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
-                   MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr):  # fmt: skip
+                   MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr):
     """(probabilities after dropout, gradient of the scores) for one tile, in either orientation.
 
     high, low, delta, query_index and row_key broadcast along the keys, key_index and column_key along the queries.
     """
     if MASK == MASK_FLOAT:
         bias = load_mask(mask, tl.minimum(query_index, seqlen_q - 1), key_index, stride_mq, stride_mk, seqlen_k, MASK,
-                         MASK_PER_KEY, MASK_UNIT_STRIDE, BOUND_KEYS)  # fmt: skip
+                         MASK_PER_KEY, MASK_UNIT_STRIDE, BOUND_KEYS)
         probabilities = tl.exp2((((scores * scale + bias) - high) - low) * LOG2E)
         probabilities = tl.where(bias == float("-inf"), 0.0, probabilities)
     else:
         probabilities = tl.exp2(scores * scale - high)
         if MASK == MASK_BOOL:
-            seen = load_mask(mask, tl.minimum(query_index, seqlen_q - 1), key_index, stride_mq, stride_mk, seqlen_k, MASK,
-                             MASK_PER_KEY, MASK_UNIT_STRIDE, BOUND_KEYS)  # fmt: skip
+            seen = load_mask(mask, tl.minimum(query_index, seqlen_q - 1), key_index, stride_mq, stride_mk, seqlen_k,
+                             MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, BOUND_KEYS)
             probabilities = tl.where(seen, probabilities, 0.0)
     if DIAGONAL:
         probabilities = tl.where(query_index >= key_index, probabilities, 0.0)
@@ -84,20 +84,20 @@ def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, ke
 
 @triton.jit
 def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, first, last, query_index, row_key, key,
-                value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
-                seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
+                value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
+                stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                 BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
                 MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr,
-                UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
     """The loop of attention_backward_query over the keys first..last."""
     keys = tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N):
         key_index = start + keys
-        key_tile = stream_tile(key, batch, kv_head, start, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D, HEAD_DIM,
-                               UNIT_STRIDE, PARTIAL, TMA)  # fmt: skip
+        key_tile = stream_tile(key, batch, kv_head, start, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D,
+                               HEAD_DIM, UNIT_STRIDE, PARTIAL, TMA)
         value_tile = stream_tile(value, batch, kv_head, start, keys, stride_vn, stride_vd, seqlen_k, BLOCK_N, BLOCK_DV,
-                                 HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)  # fmt: skip
+                                 HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
         grad_probabilities = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
         column_key = dropout_column_key(seed, key_index, head_index)[None, :] if DROPOUT else 0
@@ -105,7 +105,7 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, fi
             scores, grad_probabilities, high[:, None], low[:, None], delta[:, None], query_index[:, None],
             key_index[None, :], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
             dropout_threshold, dropout_scale, PARTIAL, PARTIAL and CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE,
-            DROPOUT)  # fmt: skip
+            DROPOUT)
         grad_query_tile = tl.dot(grad_scores.to(key_tile.dtype), key_tile, grad_query_tile, input_precision=PRECISION)
     return grad_query_tile
 
@@ -126,13 +126,13 @@ def attention_backward_query(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
     ONLY_DELTA: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """grad_query like query, and the row statistics for the other kernels. ONLY_DELTA: the query needs no gradient.
 
-    scale multiplies the scores (with log2(e) unless there is a float mask), out_scale the result. statistics is float32,
-    planes of [B, H, padded_q]: logsumexp in the units of the scores, delta and, if HAS_LOW, logsumexp_low. Rows that see no
-    key and rows past the end get +inf, so that their probabilities come out as zeros: our forward writes -inf for the
-    former, some of PyTorch's +inf.
+    scale multiplies the scores (with log2(e) unless there is a float mask), out_scale the result. statistics is
+    float32, planes of [B, H, padded_q]: logsumexp in the units of the scores, delta and, if HAS_LOW, logsumexp_low.
+    Rows that see no key and rows past the end get +inf, so that their probabilities come out as zeros: our forward
+    writes -inf for the former, some of PyTorch's +inf.
     """
     num_tiles = padded_q // BLOCK_M
     program = tl.program_id(0)
@@ -150,8 +150,10 @@ def attention_backward_query(
     rows = tl.arange(0, BLOCK_M)
     query_index = first_query + rows
     inside = query_index < seqlen_q
-    grad_out_tile = load_tile(grad_out, first_query, rows, stride_gm, stride_gd, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
-    out_tile = load_tile(out, first_query, rows, stride_om, stride_od, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
+    grad_out_tile = load_tile(grad_out, first_query, rows, stride_gm, stride_gd, seqlen_q, BLOCK_DV, HEAD_DIM_V,
+                              UNIT_STRIDE, True)
+    out_tile = load_tile(out, first_query, rows, stride_om, stride_od, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE,
+                         True)
     delta = tl.sum(out_tile.to(tl.float32) * grad_out_tile.to(tl.float32), 1)
     position = head_index.to(tl.int64) * logsumexp_pitch + query_index
     high = tl.load(logsumexp + position, mask=inside, other=float("inf"))
@@ -181,7 +183,8 @@ def attention_backward_query(
         else:
             seed = 0
             row_key = 0
-        query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
+        query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM,
+                               UNIT_STRIDE, True)
         grad_query_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         if CAUSAL:
             last = tl.minimum(seqlen_k, first_query + BLOCK_M)
@@ -191,35 +194,37 @@ def attention_backward_query(
             whole = seqlen_k // BLOCK_N * BLOCK_N
         grad_query_tile = _visit_keys(
             grad_query_tile, query_tile, grad_out_tile, high, low, delta, 0, whole, query_index, row_key, key, value,
-            mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
-            scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, False, CAUSAL,
-            MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
+            mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
+            seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
+            BLOCK_N, False, CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         if whole < last:
             grad_query_tile = _visit_keys(
                 grad_query_tile, query_tile, grad_out_tile, high, low, delta, whole, last, query_index, row_key, key,
-                value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
-                seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-                BLOCK_N, True, CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
-        store_tile(grad_query, grad_query_tile * out_scale, first_query, rows, stride_dqm, stride_dqd, seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE)
+                value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
+                stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                BLOCK_DV, BLOCK_N, True, CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA,
+                PRECISION)
+        store_tile(grad_query, grad_query_tile * out_scale, first_query, rows, stride_dqm, stride_dqd, seqlen_q,
+                   BLOCK_D, HEAD_DIM, UNIT_STRIDE)
 
 
 @triton.jit
-def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, key_index, column_key, query, mask,
-                   batch, head, seed, statistics, plane, grad_out, head_index, stride_qm, stride_qd, stride_gm,
+def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, key_index, column_key, query,
+                   mask, batch, head, seed, statistics, plane, grad_out, head_index, stride_qm, stride_qd, stride_gm,
                    stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
                    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                    BLOCK_M: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
                    DIAGONAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
                    MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
-                   UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                   UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
     """The loop of attention_backward_key_value over the queries first..last of one head."""
     rows = tl.arange(0, BLOCK_M)
     for start in tl.range(first, last, BLOCK_M):
         query_index = start + rows
-        query_tile = stream_tile(query, batch, head, start, rows, stride_qm, stride_qd, seqlen_q, BLOCK_M, BLOCK_D, HEAD_DIM,
-                                 UNIT_STRIDE, BOUND_QUERIES, TMA)  # fmt: skip
-        grad_out_tile = stream_tile(grad_out, batch, head, start, rows, stride_gm, stride_gd, seqlen_q, BLOCK_M, BLOCK_DV,
-                                    HEAD_DIM_V, UNIT_STRIDE, BOUND_QUERIES, TMA)  # fmt: skip
+        query_tile = stream_tile(query, batch, head, start, rows, stride_qm, stride_qd, seqlen_q, BLOCK_M, BLOCK_D,
+                                 HEAD_DIM, UNIT_STRIDE, BOUND_QUERIES, TMA)
+        grad_out_tile = stream_tile(grad_out, batch, head, start, rows, stride_gm, stride_gd, seqlen_q, BLOCK_M,
+                                    BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, BOUND_QUERIES, TMA)
         # Broadcast to rank 2 first: the loads then have the layout of the scores.
         high, low, delta = _load_statistics(statistics, plane, query_index[None, :], HAS_LOW)
         scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
@@ -230,8 +235,9 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
             scores, grad_probabilities, high, low, delta, query_index[None, :],
             key_index[:, None], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
             dropout_threshold, dropout_scale, BOUND_KEYS and MASK != MASK_NONE, DIAGONAL, MASK, MASK_PER_KEY,
-            MASK_UNIT_STRIDE, DROPOUT)  # fmt: skip
-        grad_value_tile = tl.dot(kept.to(grad_out_tile.dtype), grad_out_tile, grad_value_tile, input_precision=PRECISION)
+            MASK_UNIT_STRIDE, DROPOUT)
+        grad_value_tile = tl.dot(kept.to(grad_out_tile.dtype), grad_out_tile, grad_value_tile,
+                                 input_precision=PRECISION)
         grad_key_tile = tl.dot(grad_scores.to(query_tile.dtype), query_tile, grad_key_tile, input_precision=PRECISION)
     return grad_key_tile, grad_value_tile
 
@@ -251,7 +257,7 @@ def attention_backward_key_value(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
     HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics."""
     num_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     program = tl.program_id(0)
@@ -273,11 +279,12 @@ def attention_backward_key_value(
     keys = tl.arange(0, BLOCK_N)
     key_index = first_key + keys
     key_tile = load_tile(key, first_key, keys, stride_kn, stride_kd, seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
-    value_tile = load_tile(value, first_key, keys, stride_vn, stride_vd, seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
+    value_tile = load_tile(value, first_key, keys, stride_vn, stride_vd, seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE,
+                           True)
     grad_key_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_value_tile = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    # Causal: one loop that compares everywhere beats a loop for the diagonal and one for the rest (11% at head_dim 128), which
-    # share their registers badly.
+    # Causal: one loop that compares everywhere beats a loop for the diagonal and one for the rest (11% at head_dim
+    # 128), which share their registers badly.
     first = first_key // BLOCK_M * BLOCK_M if CAUSAL else 0
     for member in range(group_size):
         head_index = kv_index * group_size + member
@@ -289,12 +296,14 @@ def attention_backward_key_value(
         column_key = dropout_column_key(seed, key_index, head_index)[:, None] if DROPOUT else 0
         grad_key_tile, grad_value_tile = _visit_queries(
             grad_key_tile, grad_value_tile, key_tile, value_tile, first, seqlen_q, key_index, column_key, head_query,
-            head_mask, batch, head, seed, head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm,
-            stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM,
-            HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, HAS_LOW,
-            DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
-    store_tile(grad_key, grad_key_tile * out_scale, first_key, keys, stride_dkn, stride_dkd, seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE)
-    store_tile(grad_value, grad_value_tile, first_key, keys, stride_dvn, stride_dvd, seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE)
+            head_mask, batch, head, seed, head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd,
+            stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK, MASK_PER_KEY,
+            MASK_UNIT_STRIDE, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+    store_tile(grad_key, grad_key_tile * out_scale, first_key, keys, stride_dkn, stride_dkd, seqlen_k, BLOCK_D,
+               HEAD_DIM, UNIT_STRIDE)
+    store_tile(grad_value, grad_value_tile, first_key, keys, stride_dvn, stride_dvd, seqlen_k, BLOCK_DV, HEAD_DIM_V,
+               UNIT_STRIDE)
 
 
 @triton.jit
@@ -312,7 +321,7 @@ def attention_backward_mask(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
     MASK_PER_QUERY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """grad_mask [num_splits, mask_batches, mask_heads, 1 or seqlen_q, 1 or seqlen_k], to be summed over its splits.
 
     A program owns one tile of the mask and sums dS over the batches, heads, query tiles and key tiles that share it
@@ -351,14 +360,14 @@ def attention_backward_mask(
         query_index = first_query + rows
         key_index = first_key + keys
         query_tile = load_tile(query + batch * stride_qb + head * stride_qh, first_query, rows, stride_qm, stride_qd,
-                               seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)  # fmt: skip
+                               seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
         key_tile = load_tile(key + batch * stride_kb + kv_head * stride_kh, first_key, keys, stride_kn, stride_kd,
-                             seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)  # fmt: skip
+                             seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
         value_tile = load_tile(value + batch * stride_vb + kv_head * stride_vh, first_key, keys, stride_vn, stride_vd,
-                               seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)  # fmt: skip
-        grad_out_tile = load_tile(grad_out + batch * stride_gb + head * stride_gh, first_query, rows, stride_gm, stride_gd,
-                                  seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)  # fmt: skip
+                               seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
+        grad_out_tile = load_tile(grad_out + batch * stride_gb + head * stride_gh, first_query, rows, stride_gm,
+                                  stride_gd, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
         grad_probabilities = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
         position = head_index.to(tl.int64) * padded_q + query_index
         high, low, delta = _load_statistics(statistics, plane, position[:, None], HAS_LOW)
@@ -366,9 +375,9 @@ def attention_backward_mask(
         column_key = dropout_column_key(seed, key_index, head_index)[None, :] if DROPOUT else 0
         _, grad_scores = _gradient_tile(
             scores, grad_probabilities, high, low, delta, query_index[:, None],
-            key_index[None, :], row_key, column_key, mask + (batch * stride_mb + head * stride_mh), stride_mq, stride_mk,
-            seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, True, False, MASK, MASK_PER_KEY,
-            MASK_UNIT_STRIDE, DROPOUT)  # fmt: skip
+            key_index[None, :], row_key, column_key, mask + (batch * stride_mb + head * stride_mh), stride_mq,
+            stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, True, False, MASK, MASK_PER_KEY,
+            MASK_UNIT_STRIDE, DROPOUT)
         total += grad_scores
 
     grad_mask += split * stride_ds + owned_batch.to(tl.int64) * stride_db + owned_head.to(tl.int64) * stride_dh

@@ -20,7 +20,7 @@ MASK_FLOAT = tl.constexpr(2)
 
 @triton.jit
 def load_tile(base, first_row, rows, stride_row, stride_column, num_rows, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
-              UNIT_STRIDE: tl.constexpr, BOUND_ROWS: tl.constexpr):  # fmt: skip
+              UNIT_STRIDE: tl.constexpr, BOUND_ROWS: tl.constexpr):
     """[rows, BLOCK_D] of a matrix [num_rows, HEAD_DIM], zeros outside of it; rows are offsets from first_row.
 
     The 64-bit part of the address is a scalar, so that the tile's offsets stay 32 bits wide.
@@ -47,20 +47,21 @@ def load_tile(base, first_row, rows, stride_row, stride_column, num_rows, BLOCK_
 @triton.jit
 def stream_tile(source, batch, head, first_row, rows, stride_row, stride_column, num_rows, BLOCK_ROWS: tl.constexpr,
                 BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr, UNIT_STRIDE: tl.constexpr, BOUND_ROWS: tl.constexpr,
-                TMA: tl.constexpr):  # fmt: skip
-    """load_tile for the tiles of a loop. TMA: source is a tensor map [B, H, rows, HEAD_DIM], whose hardware checks bounds.
+                TMA: tl.constexpr):
+    """load_tile for the tiles of a loop. TMA: source is a tensor map [B, H, rows, HEAD_DIM]; hardware checks bounds.
 
     Otherwise source points at the matrix of this batch and head already.
     """
     if TMA:
         return source.load([batch, head, first_row, 0]).reshape([BLOCK_ROWS, BLOCK_D])
     else:
-        return load_tile(source, first_row, rows, stride_row, stride_column, num_rows, BLOCK_D, HEAD_DIM, UNIT_STRIDE, BOUND_ROWS)
+        return load_tile(source, first_row, rows, stride_row, stride_column, num_rows, BLOCK_D, HEAD_DIM, UNIT_STRIDE,
+                         BOUND_ROWS)
 
 
 @triton.jit
 def store_tile(base, tile, first_row, rows, stride_row, stride_column, num_rows, BLOCK_D: tl.constexpr,
-               HEAD_DIM: tl.constexpr, UNIT_STRIDE: tl.constexpr):  # fmt: skip
+               HEAD_DIM: tl.constexpr, UNIT_STRIDE: tl.constexpr):
     """Write the part of [rows, BLOCK_D] that lies inside a matrix [num_rows, HEAD_DIM]."""
     columns = tl.arange(0, BLOCK_D)
     origin = base + tl.cast(first_row, tl.int64) * stride_row
@@ -76,7 +77,7 @@ def store_tile(base, tile, first_row, rows, stride_row, stride_column, num_rows,
 
 @triton.jit
 def load_mask(base, query_index, key_index, stride_query, stride_key, seqlen_k, MASK: tl.constexpr,
-              PER_KEY: tl.constexpr, UNIT_STRIDE: tl.constexpr, BOUND_KEYS: tl.constexpr):  # fmt: skip
+              PER_KEY: tl.constexpr, UNIT_STRIDE: tl.constexpr, BOUND_KEYS: tl.constexpr):
     """attn_mask at query_index x key_index, two index tensors that broadcast; keys outside are masked.
 
     PER_KEY: the mask does not depend on the query, so one vector is loaded instead of a tile.

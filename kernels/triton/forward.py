@@ -1,4 +1,4 @@
-"""Attention forward: out = softmax(scale * query @ key^T + mask) @ value, one pass over the keys with an online softmax.
+"""Attention forward: out = softmax(scale * query @ key^T + mask) @ value, one pass over keys with an online softmax.
 
 Method: Dao, "FlashAttention-2" (arXiv 2307.08691); online softmax of Milakov and Gimelshein (arXiv 1805.02867).
 One program computes BLOCK_M query rows of one head:
@@ -10,7 +10,8 @@ One program computes BLOCK_M query rows of one head:
     out = accumulator / row sum;  logsumexp = maximum + log(row sum)
 
 The loop runs in two parts: key tiles that every row of the tile sees whole, then those that need bounds or the causal
-diagonal. On-chip budget: the query tile, num_stages key and value tiles; accumulator and scores in registers (``tiles.py``).
+diagonal. On-chip budget: the query tile, num_stages key and value tiles; accumulator and scores in registers
+(``tiles.py``).
 
 May import triton and ``common.py`` only. Launched by ``attention.py``.
 """
@@ -35,12 +36,12 @@ from .common import (
 
 @triton.jit
 def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, first_query, query_rows, key, value, mask,
-                batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
-                scale, dropout_threshold, dropout_scale,
+                batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
+                seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                 BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
                 MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr,
-                UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
     """The loop over the keys first..last; PARTIAL: some may lie outside of the sequence or above the diagonal."""
     keys = tl.arange(0, BLOCK_N)
     query_index = first_query + query_rows
@@ -49,18 +50,18 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, first_qu
     if DROPOUT:
         row_key = dropout_row_key(seed, query_index, head_index)
     for start in tl.range(first, last, BLOCK_N):
-        key_tile = stream_tile(key, batch, kv_head, start, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D, HEAD_DIM,
-                               UNIT_STRIDE, PARTIAL, TMA)  # fmt: skip
+        key_tile = stream_tile(key, batch, kv_head, start, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D,
+                               HEAD_DIM, UNIT_STRIDE, PARTIAL, TMA)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
         key_index = start + keys
         if MASK == MASK_FLOAT:
             # Natural units: finfo.min times log2(e) would be -inf, and such a row is not masked (it gives the mean).
             bias = load_mask(mask, mask_rows[:, None], key_index[None, :], stride_mq, stride_mk, seqlen_k, MASK,
-                             MASK_PER_KEY, MASK_UNIT_STRIDE, PARTIAL)  # fmt: skip
+                             MASK_PER_KEY, MASK_UNIT_STRIDE, PARTIAL)
             scores = tl.where(bias == float("-inf"), float("-inf"), scores * scale + bias)
         elif MASK == MASK_BOOL:
             seen = load_mask(mask, mask_rows[:, None], key_index[None, :], stride_mq, stride_mk, seqlen_k, MASK,
-                             MASK_PER_KEY, MASK_UNIT_STRIDE, PARTIAL)  # fmt: skip
+                             MASK_PER_KEY, MASK_UNIT_STRIDE, PARTIAL)
             scores = tl.where(seen, scores, float("-inf"))
         elif PARTIAL:
             if CAUSAL:
@@ -85,7 +86,7 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, first_qu
             keep = dropout_keep(row_key[:, None], column_key[None, :], dropout_threshold)
             probabilities = tl.where(keep, probabilities * dropout_scale, 0.0)
         value_tile = stream_tile(value, batch, kv_head, start, keys, stride_vn, stride_vd, seqlen_k, BLOCK_N, BLOCK_DV,
-                                 HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)  # fmt: skip
+                                 HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)
         accumulator = tl.dot(probabilities.to(value_tile.dtype), value_tile, accumulator, input_precision=PRECISION)
         row_max = new_max
     return accumulator, row_max, row_sum
@@ -104,12 +105,12 @@ def attention_forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr, STORE_LOGSUMEXP: tl.constexpr,
     QUERY_FACTOR: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """out [B, H, seqlen_q, HEAD_DIM_V] and logsumexp [B, H, seqlen_q] (natural logarithm, float32, contiguous).
 
     scale is positive and, without a float mask, carries log2(e); QUERY_FACTOR (1, -1 or 0) carries the sign.
-    logsumexp_low, with float masks only, is what rounding cut off logsumexp: a row whose scores are all -1e9 or finfo.min
-    would otherwise lose log(row sum) and with it its normalisation in the backward.
+    logsumexp_low, with float masks only, is what rounding cut off logsumexp: a row whose scores are all -1e9 or
+    finfo.min would otherwise lose log(row sum) and with it its normalisation in the backward.
     """
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     program = tl.program_id(0)
@@ -135,7 +136,8 @@ def attention_forward(
 
     first_query = tile * BLOCK_M
     rows = tl.arange(0, BLOCK_M)
-    query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
+    query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE,
+                           True)
     if QUERY_FACTOR != 1:
         query_tile = (query_tile * QUERY_FACTOR).to(query.dtype.element_ty)
 
@@ -150,17 +152,15 @@ def attention_forward(
         whole = seqlen_k // BLOCK_N * BLOCK_N
     accumulator, row_max, row_sum = _visit_keys(
         accumulator, row_max, row_sum, query_tile, 0, whole, first_query, rows, key, value, mask, batch, kv_head, seed,
-        head_index,
-        stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
+        head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
         scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, False, CAUSAL, MASK,
-        MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
+        MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
     if whole < last:
         accumulator, row_max, row_sum = _visit_keys(
-            accumulator, row_max, row_sum, query_tile, whole, last, first_query, rows, key, value, mask, batch, kv_head, seed,
-        head_index,
-            stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
-            scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, True, CAUSAL, MASK,
-            MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)  # fmt: skip
+            accumulator, row_max, row_sum, query_tile, whole, last, first_query, rows, key, value, mask, batch, kv_head,
+            seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
+            scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, True, CAUSAL,
+            MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
 
     # A row that sees no key has sum 0 and an accumulator of zeros: zeros it gives. NaN stays NaN.
     accumulator = accumulator * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]

@@ -1,12 +1,12 @@
 """Compile a Triton kernel for given arguments and launch the result directly.
 
-May import torch and triton. Imported by ``attention.py``. ``@triton.jit``'s own launcher inspects every argument on every
-call (19 us on an H200 host); a ``Launch`` has done that once, and a call only packs pointers (5 us).
+May import torch and triton. Imported by ``attention.py``. ``@triton.jit``'s own launcher inspects every argument on
+every call (19 us on an H200 host); a ``Launch`` has done that once, and a call only packs pointers (5 us).
 
-Private interfaces, all in this file: ``triton.compile`` with ``ASTSource`` and ``GPUTarget`` (ahead-of-time compilation, as
-triton's own tools use it), the NVIDIA backend's launcher class, whose C function ``launch`` has one argument order in Triton
-3.6 and another in 3.7 and 3.8, and its encoder of tensor maps. If they go, ``Launch.__call__`` can fall back to what
-``_launch_described`` does. ``torch._C._cuda_getCurrentRawStream`` is what Inductor's generated
+Private interfaces, all in this file: ``triton.compile`` with ``ASTSource`` and ``GPUTarget`` (ahead-of-time
+compilation, as triton's own tools use it), the NVIDIA backend's launcher class, whose C function ``launch`` has one
+argument order in Triton 3.6 and another in 3.7 and 3.8, and its encoder of tensor maps. If they go, ``Launch.__call__``
+can fall back to what ``_launch_described`` does. ``torch._C._cuda_getCurrentRawStream`` is what Inductor's generated
 code calls; ``torch.cuda.current_stream(device).cuda_stream`` is its slow equivalent.
 """
 
@@ -35,7 +35,7 @@ except ImportError:  # a Triton without the NVIDIA backend: no tensor maps there
 
 
 class KernelUnavailable(RuntimeError):
-    """A kernel could not be compiled or loaded; nothing was launched, so the caller may compute the result otherwise."""
+    """A kernel could not be compiled or loaded; nothing was launched: the caller may compute the result otherwise."""
 
 
 _TYPES = {
@@ -59,7 +59,8 @@ class TensorMap:
         self.type = f"tensordesc<{_TYPES[tensor.dtype][1:]}{self._block}>"
         self._shape = list(tensor.shape)
         # A dimension of size 1 may have any stride in PyTorch; a tensor map wants a multiple of 16 bytes.
-        strides = [stride if size > 1 else 16 for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
+        outer = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+        strides = [stride if size > 1 else 16 for size, stride in outer]
         self._strides = [*strides, 1]
         self._encoded: dict[int, Any] = {}
 
@@ -67,11 +68,11 @@ class TensorMap:
     def accepts(tensor: torch.Tensor) -> bool:
         """Is the tensor's memory one that the copy engine can walk? 16-byte alignment, dense last dimension."""
         per_vector = 16 // tensor.element_size()
-        sizes, strides = tensor.shape[:3], tensor.stride()[:3]
+        outer = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
         return (
             tensor.stride(3) == 1
             and tensor.data_ptr() % 16 == 0
-            and all(size == 1 or (stride > 0 and stride % per_vector == 0) for size, stride in zip(sizes, strides, strict=True))
+            and all(size == 1 or (stride > 0 and stride % per_vector == 0) for size, stride in outer)
         )
 
     @property
@@ -106,9 +107,9 @@ _thread = threading.local()
 
 
 def _bind_context(device_index: int) -> None:
-    """Make the device's primary context current in this thread, which encoding a tensor map needs and launching does not.
+    """Make the device's primary context current in this thread: encoding a tensor map needs it, launching does not.
 
-    Autograd's own threads may have none yet: PyTorch sets none where device 0 is wanted and memory comes from its cache.
+    Autograd's own threads may have none yet: PyTorch sets none where device 0 is wanted and its cache has the memory.
     """
     bound = _thread.__dict__.setdefault("bound", set())
     if device_index not in bound:
@@ -129,11 +130,11 @@ def device_target(device: torch.device) -> GPUTarget:
 
 
 def compile_kernel(kernel, types: dict[str, str], constants: dict[str, Any], divisors: dict[str, int], tile: Tile,
-                   target: GPUTarget):  # fmt: skip
+                   target: GPUTarget):
     """Compile for a target, with or without such a GPU in the machine.
 
-    types: argument name to "*bf16", "i32", ... or "constexpr"; constants: the values of the latter; divisors: what a pointer
-    or an integer is known to be a multiple of.
+    types: argument name to "*bf16", "i32", ... or "constexpr"; constants: the values of the latter; divisors: what a
+    pointer or an integer is known to be a multiple of.
     """
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", divisor]] for name, divisor in divisors.items()}
     source = ASTSource(kernel, types, constants, attributes)
@@ -144,15 +145,15 @@ def compile_kernel(kernel, types: dict[str, str], constants: dict[str, Any], div
 class Launch:
     """One kernel with every argument but its pointers already in place.
 
-    Made in two steps: the description (no compiler, no GPU), then ``load`` for a device. After that, calling it with its
-    tensors launches on the current stream of their device; no other work is done.
+    Made in two steps: the description (no compiler, no GPU), then ``load`` for a device. After that, calling it with
+    its tensors launches on the current stream of their device; no other work is done.
     """
 
     __slots__ = ("_description", "_device_index", "_fixed", "_grid", "_interpreted", "_maps", "_reversed_maps", "_run",
-                 "compiled", "name")  # fmt: skip
+                 "compiled", "name")
 
     def __init__(self, kernel, grid: int, pointers: dict[str, torch.Tensor | None], scalars: dict[str, tuple[str, Any]],
-                 constants: dict[str, Any], divisors: dict[str, int], tile: Tile, maps: dict[str, TensorMap]):  # fmt: skip
+                 constants: dict[str, Any], divisors: dict[str, int], tile: Tile, maps: dict[str, TensorMap]):
         """pointers, scalars (type and value) and constants are in the order of the kernel's arguments.
 
         The tensors named in maps arrive in the kernel as tensor maps instead of pointers.
@@ -161,7 +162,7 @@ class Launch:
         self.name = kernel.__name__
         self._interpreted = kernel if isinstance(kernel, InterpretedFunction) else None
         values = [value for _, value in scalars.values()]
-        self._fixed = (*values, *constants.values()) if self._interpreted is not None else (*values, *(None for _ in constants))
+        self._fixed = (*values, *(constants.values() if self._interpreted is not None else [None] * len(constants)))
         types = {name: "constexpr" if tensor is None else _TYPES[tensor.dtype] for name, tensor in pointers.items()}
         types |= {name: tensor_map.type for name, tensor_map in maps.items()}
         self._maps = sorted((kernel.arg_names.index(name), tensor_map) for name, tensor_map in maps.items())
@@ -205,7 +206,7 @@ class Launch:
             # Triton's wrapper encodes tensor maps on every call (8 us); this launcher takes encoded ones.
             for (_, tensor_map), layout in zip(self._maps, compiled.metadata.tensordesc_meta, strict=True):
                 tensor_map.prepare(layout)
-            maps = {index: tensor_map for index, tensor_map in self._maps}
+            maps = dict(self._maps)
             types = []
             for index, kind in enumerate(self._description[1].values()):
                 types += maps[index].expanded_types if index in maps else [kind]
@@ -215,7 +216,8 @@ class Launch:
         if hasattr(run, "kernel_signature"):  # Triton 3.7 and later
             signature = run.arg_annotations, run.kernel_signature
             return lambda stream, arguments: launch(
-                grid, 1, 1, stream, function, cooperative, dependent, metadata, None, None, None, None, None, *signature, arguments
+                grid, 1, 1, stream, function, cooperative, dependent, metadata, None, None, None, None, None,
+                *signature, tuple(arguments)
             )
         return lambda stream, arguments: launch(
             grid, 1, 1, stream, function, cooperative, dependent, None, None, metadata, None, None, None, *arguments
@@ -224,7 +226,8 @@ class Launch:
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Launch; the tensors are in the order of the kernel's arguments."""
         launch_counts[self.name] += 1
-        if self._interpreted is not None or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+        hooks = knobs.runtime
+        if self._interpreted is not None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             self._launch_described(tensors)
             return
         index = self._device_index

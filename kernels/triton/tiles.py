@@ -1,7 +1,7 @@
 """The one table of tile sizes, per kernel, GPU family, element size and head dimension.
 
-May import nothing of the project. Used by ``attention.py``; ``benchmarks/tune_triton.py`` measures the candidates from which
-the sm_90 rows were picked. Families that nobody has measured have tiles that fit their shared memory.
+May import nothing of the project. Used by ``attention.py``; ``benchmarks/tune_triton.py`` measures the candidates from
+which the sm_90 rows were picked. Families that nobody has measured have tiles that fit their shared memory.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Tile:
 
 KERNELS = ("forward", "backward_query", "backward_key_value", "backward_mask")
 
-# Shared memory of one program in bytes: what each family's tiles must fit (CUDA programming guide, "Technical Specifications
-# per Compute Capability"; LDS of CDNA3).
+# Shared memory of one program in bytes: what each family's tiles must fit (CUDA programming guide, "Technical
+# Specifications per Compute Capability"; LDS of CDNA3).
 SHARED_MEMORY = {"sm_90": 232448, "sm_80": 166912, "sm_86": 101376, "gfx942": 65536}
 
 # Compute capabilities that share a row: what decides is the shared memory of a block.
@@ -38,8 +38,8 @@ def family(backend: str, architecture: int | str) -> str:
     return "sm_90" if 100 <= capability < 110 else "sm_86"
 
 
-# {family: {bytes per element: {kernel: {largest head_dim, padded to a power of two: tile}}}}. A row named after a kernel and a
-# kind of call ("forward masked") goes before the kernel's own.
+# {family: {bytes per element: {kernel: {largest head_dim, padded to a power of two: tile}}}}. A row named after a
+# kernel and a kind of call ("forward masked") goes before the kernel's own.
 _TABLE = {
     "sm_90": {
         2: {
@@ -112,8 +112,8 @@ _TABLE = {
             },
         },
     },
-    # Not measured: the largest tiles that fit and of which ptxas (AMD: LLVM) keeps all but a little in registers. It gives up
-    # on larger ones in float32, whose three products need their operands twice, and spills nearly everything.
+    # Not measured: the largest tiles that fit and of which ptxas (AMD: LLVM) keeps all but a little in registers. It
+    # gives up on larger ones in float32, whose three products need their operands twice, and spills nearly everything.
     "sm_80": {
         2: {
             "forward": {

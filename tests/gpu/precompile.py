@@ -2,8 +2,8 @@
 
     python tests/gpu/precompile.py --calls 500 --workers 8
 
-Worth running while the GPU does something else: most of the suite's time is Triton's compiler. Triton's disk cache hands the
-results over; what is missed here the tests compile themselves.
+Worth running while the GPU does something else: most of the suite's time is Triton's compiler. Triton's disk cache
+hands the results over; what is missed here the tests compile themselves.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def compile_call(arguments: tuple[int, int]) -> str | None:
     """In a worker: the kernels of one random call; what went wrong, if anything did."""
     import torch
-    from common import random_call
-    from torch_flashbackend.kernels.triton import attention as kernels
     from triton.backends.compiler import GPUTarget
+
+    from torch_flashbackend.kernels.triton import attention as kernels
+
+    from common import random_call
 
     seed, capability = arguments
     torch.set_num_threads(1)

@@ -88,7 +88,8 @@ def outcomes(device, plugged):
 def run_one_process(device, plugged, skip):
     """Lines of [name, training, result] from a process of its own, up to the call that ended it, if one did."""
     code = (
-        "import json, sys; sys.path[:0] = ['tests', 'tests/gpu']; import test_gpu_errors as t, torch_flashbackend as p\n"
+        "import json, sys; sys.path[:0] = ['tests', 'tests/gpu']\n"
+        "import test_gpu_errors as t, torch_flashbackend as p\n"
         f"if {plugged}: p.enable()\n"
         f"t.NAMES = [n for n in t.NAMES if n not in {sorted(skip)!r}]\n"
         f"for line in t.outcomes({device!r}, {plugged}): print(json.dumps(line), flush=True)"
@@ -98,7 +99,7 @@ def run_one_process(device, plugged, skip):
 
 
 def test_wrong_calls_do_what_stock_does(device):
-    """Type and text of each error, and which calls PyTorch accepts. A call that ends PyTorch's own process is left out."""
+    """Type and text of each error, and which calls PyTorch accepts. A call that ends PyTorch's process is left out."""
     stock, fatal = {}, set()
     for _ in range(len(NAMES)):
         lines, status, _ = run_one_process(device, False, fatal)

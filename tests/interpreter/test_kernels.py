@@ -1,10 +1,10 @@
 """Every Triton kernel, run by Triton's interpreter on CPU tensors and judged against float64.
 
-The interpreter executes the source that a GPU compiles, so it shows that the arithmetic, the bounds and the addresses are
-right; what a compiler makes of them is for tests/test_kernels_compile.py and tests/gpu. Its tl.dot is wrong for bfloat16
-(Triton 3.6 to 3.8): float16 and float32 only. Half types with aligned memory go through tensor maps, others do not.
+The interpreter executes the source that a GPU compiles, so it shows that the arithmetic, the bounds and the addresses
+are right; what a compiler makes of them is for tests/test_kernels_compile.py and tests/gpu. Its tl.dot is wrong for
+bfloat16 (Triton 3.6 to 3.8): float16 and float32 only. Half types in aligned memory go through tensor maps, others not.
 
-Triton looks at TRITON_INTERPRET when it is imported, so these tests need a process of their own: `make test-interpreter`.
+Triton looks at TRITON_INTERPRET when kernels are made, so these tests need their own process: `make test-interpreter`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ import dataclasses
 import itertools
 import math
 import os
+import random
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
+
+from torch_flashbackend import ops, reference
+from torch_flashbackend.kernels.triton import attention, launch
+from torch_flashbackend.kernels.triton.tiles import Tile
 
 from common import (
     LAYOUTS,
@@ -34,10 +40,6 @@ from common import (
     tensor_in_layout,
 )
 
-from torch_flashbackend import reference
-from torch_flashbackend.kernels.triton import attention, launch
-from torch_flashbackend.kernels.triton.tiles import Tile
-
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about infinities that are meant
 HALF, SINGLE = torch.float16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
@@ -48,7 +50,8 @@ SEED = torch.tensor([0x1234_5678_9ABC_DEF1])
 
 def sample(**options) -> Call:
     """A call of the sizes above."""
-    return simple_call(**{"batch": B, "heads": H, "seqlen_q": SQ, "seqlen_k": SK, "head_dim": D, "device": "cpu"} | options)
+    sizes = {"batch": B, "heads": H, "seqlen_q": SQ, "seqlen_k": SK, "head_dim": D}
+    return simple_call(**sizes | {"device": "cpu"} | options)
 
 
 def random_mask(kind: str, *shape: int, dtype: torch.dtype = SINGLE, seed: int = 3) -> Tensor:
@@ -110,7 +113,7 @@ def use_tiles(monkeypatch, block_m: int, block_n: int) -> None:
 
 
 def use_multiprocessors(monkeypatch, count: int) -> None:
-    """As if the GPU had `count` multiprocessors, which decides how many programs share one tile of a mask's gradient."""
+    """As if the GPU had `count` multiprocessors: this decides how many programs share one tile of a mask's gradient."""
     monkeypatch.setattr(attention, "_device_facts", lambda _: ("sm_90", count, True))
     attention._plans.clear()
 
@@ -121,7 +124,7 @@ def _plans_of_this_test():
     attention._plans.clear()
 
 
-# ------------------------------------------------------------------------------------------------------------ dimensions
+# ----------------------------------------------------------------------------------------------------------- dimensions
 
 
 @DTYPES
@@ -151,13 +154,24 @@ def test_sequences_of_one(dtype, seqlen_q, seqlen_k, kind):
     run_and_check(call)
 
 
+LENGTHS = pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"), [(48, 48), (45, 45), (33, 70), (70, 33), (16, 64), (64, 16)]
+)
+
+
+@LENGTHS
+def test_lengths_that_tiles_do_or_do_not_divide(monkeypatch, seqlen_q, seqlen_k):
+    use_tiles(monkeypatch, 16, 32)
+    run_and_check(sample(batch=1, heads=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=HALF))
+    run_and_check(sample(batch=1, heads=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=SINGLE))
+
+
+@LENGTHS
 @pytest.mark.parametrize(("block_m", "block_n"), [(16, 16), (16, 32), (32, 16)])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(48, 48), (45, 45), (33, 70), (70, 33), (16, 64), (64, 16)])
-@pytest.mark.parametrize("causal", [False, True], ids=["dense", "causal"])
-def test_lengths_against_tiles(monkeypatch, block_m, block_n, seqlen_q, seqlen_k, causal):
+def test_causal_diagonal_through_tiles(monkeypatch, block_m, block_n, seqlen_q, seqlen_k):
     use_tiles(monkeypatch, block_m, block_n)
     dtype = HALF if block_m == 16 else SINGLE
-    run_and_check(sample(batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype, is_causal=causal))
+    run_and_check(sample(batch=1, heads=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype, is_causal=True))
 
 
 @DTYPES
@@ -167,10 +181,10 @@ def test_causal_is_aligned_at_the_top_left(dtype, seqlen_q, seqlen_k):
     assert torch.equal(run_and_check(call)["out"][:, :, 0], call.value[:, :, 0])
 
 
-@DTYPES
 @pytest.mark.parametrize("scale", [-0.7, -1e-3, 0.0, 1e-8, 3.0])
 @pytest.mark.parametrize("kind", ["dense", "causal", "bool", "float32"])
-def test_any_scale(dtype, scale, kind):
+def test_any_scale(scale, kind):
+    dtype = HALF if kind in ("dense", "bool") else SINGLE
     mask = None
     if kind in ("bool", "float32"):
         mask = random_mask(kind, B, 1, SQ, SK)
@@ -182,20 +196,20 @@ def test_any_scale(dtype, scale, kind):
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("kind", ["dense", "causal", "bool", "query"])
 def test_grouped_queries(monkeypatch, dtype, kv_heads, kind):
-    use_tiles(monkeypatch, 16, 16)
-    mask = random_mask(kind, B, 6, SQ, SK, dtype=dtype) if kind in ("bool", "query") else None
+    use_tiles(monkeypatch, 16, 32)
+    mask = random_mask(kind, 1, 4, SQ, SK, dtype=dtype) if kind in ("bool", "query") else None
     options = {"attn_mask": mask, "mask_grad": kind == "query", "is_causal": kind == "causal"}
-    run_and_check(sample(heads=6, kv_heads=kv_heads, dtype=dtype, **options))
+    run_and_check(sample(batch=1 if kv_heads == 2 else 2, heads=4, kv_heads=kv_heads, dtype=dtype, **options))
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_calls(seed):
     """Shapes, layouts, masks and scales drawn together, on the tiles that a GPU of compute capability 9.0 uses."""
     call = random_call(seed, "cpu", (HALF, SINGLE)[seed % 2], largest=80)
     run_and_check(dataclasses.replace(call, attn_mask=rank_4(call.attn_mask)))
 
 
-# ----------------------------------------------------------------------------------------------------------------- masks
+# ---------------------------------------------------------------------------------------------------------------- masks
 
 BROADCASTS = pytest.mark.parametrize(
     "which", list(itertools.product([False, True], repeat=4)), ids=lambda which: "".join("n1"[one] for one in which)
@@ -207,22 +221,21 @@ def broadcast(which) -> list[int]:
 
 
 @BROADCASTS
-@pytest.mark.parametrize("kind", ["bool", "float32", "query"])
-def test_mask_broadcasts_over_any_dimensions(monkeypatch, which, kind):
-    use_tiles(monkeypatch, 16, 16)
-    run_and_check(sample(dtype=HALF, attn_mask=random_mask(kind, *broadcast(which), dtype=HALF)))
+def test_bool_mask_broadcasts_over_any_dimensions(monkeypatch, which):
+    use_tiles(monkeypatch, 16, 32)
+    run_and_check(sample(dtype=HALF, attn_mask=random_mask("bool", *broadcast(which))))
 
 
 @BROADCASTS
-@pytest.mark.parametrize("multiprocessors", [0, 5, 64])
-def test_gradient_of_a_mask_that_broadcasts(monkeypatch, which, multiprocessors):
-    use_tiles(monkeypatch, 16, 16)
+@pytest.mark.parametrize("multiprocessors", [0, 64])
+def test_float_mask_and_its_gradient_broadcast_over_any_dimensions(monkeypatch, which, multiprocessors):
+    use_tiles(monkeypatch, 16, 32) if multiprocessors else use_tiles(monkeypatch, 32, 16)
     use_multiprocessors(monkeypatch, multiprocessors)
     dtype = (HALF, SINGLE)[sum(which) % 2]
-    mask = random_mask("query", *broadcast(which), dtype=dtype)
+    mask = random_mask(("query", "float32")[which[0]], *broadcast(which), dtype=dtype)
     run_and_check(sample(dtype=dtype, attn_mask=mask, mask_grad=True))
     (plan,) = (plan for plan in attention._plans.values() if hasattr(plan, "splits"))
-    assert plan.splits == 1 if multiprocessors == 0 or not any(which) else plan.splits > 1 or multiprocessors == 5
+    assert plan.splits == 1 if multiprocessors == 0 or not any(which) else plan.splits > 1
 
 
 def test_splits_that_do_not_divide_the_work(monkeypatch):
@@ -314,12 +327,13 @@ def test_memory_layout_of_the_mask(kind, layout):
 def test_very_negative_scores_on_half_a_tile_have_finite_gradients(dtype, kind):
     call = sample(batch=1, heads=1, seqlen_q=192, seqlen_k=192, head_dim=64, dtype=dtype)  # 192 % 128 == 64
     call = dataclasses.replace(call, query=call.query * 8, key=-call.query * 8)
-    mask = random_mask("bool", 1, 1, 192, 192) if kind == "bool" else 8 * random_mask("query", 1, 1, 192, 192, dtype=dtype)
+    mask = random_mask("bool" if kind == "bool" else "query", 1, 1, 192, 192, dtype=dtype)
+    mask = mask if kind == "bool" else 8 * mask
     results = run_and_check(dataclasses.replace(call, attn_mask=mask, mask_grad=kind == "float"))
     assert all(tensor.isfinite().all() for tensor in results.values())
 
 
-# ------------------------------------------------------------------------------------------------------------------- NaN
+# ------------------------------------------------------------------------------------------------------------------ NaN
 
 
 @DTYPES
@@ -349,7 +363,7 @@ def test_nan_in_query_makes_its_row_nan_and_no_other(dtype, masked):
     assert ran.results["key"][0, 1].isnan().any() and ran.results["key"][1].isfinite().all()
 
 
-# ---------------------------------------------------------------------------------------------------------------- memory
+# --------------------------------------------------------------------------------------------------------------- memory
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -387,7 +401,7 @@ def test_dimensions_of_size_one_with_odd_strides(dtype):
 
 
 class Guarded:
-    """Makes tensors for the kernels to fill, each inside a larger one, and can tell whether anything else was written."""
+    """Makes tensors for the kernels to fill, each inside a larger one, and can tell if anything else was written."""
 
     MARK = 123.0
 
@@ -420,17 +434,19 @@ class Guarded:
             assert (storage == self.MARK).all(), "something was written outside"
 
 
-@DTYPES
-@pytest.mark.parametrize("pad", [3, 16])
+MEMORY = pytest.mark.parametrize(("dtype", "pad"), [(HALF, 3), (HALF, 16), (SINGLE, 3)])
+
+
+@MEMORY
 @pytest.mark.parametrize("kind", ["dense", "causal", "bool", "float32", "sum over keys", "sum over queries", "splits"])
 def test_outputs_are_written_whole_and_nothing_else_is(monkeypatch, dtype, pad, kind):
     use_tiles(monkeypatch, 16, 32)
     use_multiprocessors(monkeypatch, 64 if kind == "splits" else 0)
-    shape = {"sum over keys": (1, H, SQ, 1), "sum over queries": (B, 1, 1, SK), "splits": (1, 1, SQ, SK)}
+    shape = {"sum over keys": (1, 1, SQ, 1), "sum over queries": (B, 1, 1, SK), "splits": (1, 1, SQ, SK)}
     mask = None
     if kind not in ("dense", "causal"):
-        mask = random_mask("bool" if kind == "bool" else "float32", *shape.get(kind, (B, H, SQ, SK)))
-    call = sample(head_dim=24, head_dim_v=40, dtype=dtype, is_causal=kind == "causal", attn_mask=mask)
+        mask = random_mask("bool" if kind == "bool" else "float32", *shape.get(kind, (B, 1, SQ, SK)))
+    call = sample(heads=1, head_dim=24, head_dim_v=40, dtype=dtype, is_causal=kind == "causal", attn_mask=mask)
     call = dataclasses.replace(call, mask_grad=mask is not None and mask.is_floating_point())
     guarded = Guarded(pad)
     grad_out = gradient_for(call)
@@ -444,14 +460,13 @@ def test_outputs_are_written_whole_and_nothing_else_is(monkeypatch, dtype, pad, 
     guarded.check()
 
 
-@DTYPES
-@pytest.mark.parametrize("pad", [3, 16])
+@MEMORY
 @pytest.mark.parametrize("kind", ["dense", "causal", "bool", "float32"])
 def test_nothing_is_read_outside_of_the_inputs(monkeypatch, dtype, pad, kind):
     use_tiles(monkeypatch, 32, 16)
-    call = sample(head_dim=24, head_dim_v=40, dtype=dtype, is_causal=kind == "causal")
+    call = sample(heads=1, head_dim=24, head_dim_v=40, dtype=dtype, is_causal=kind == "causal")
     if kind in ("bool", "float32"):
-        mask = random_mask(kind, B, H, SQ, SK)
+        mask = random_mask(kind, B, 1, SQ, SK)
         call = dataclasses.replace(call, attn_mask=mask, mask_grad=kind == "float32")
     grad_out = gradient_for(call)
     expected = run(call, grad_out).results
@@ -470,12 +485,12 @@ def test_nothing_is_read_outside_of_the_inputs(monkeypatch, dtype, pad, kind):
         assert torch.equal(tensor, expected[name]), name
 
 
-@DTYPES
 @pytest.mark.parametrize("kind", ["dense", "float32", "dropout"])
-def test_every_run_gives_the_same_bits(monkeypatch, dtype, kind):
-    use_tiles(monkeypatch, 16, 16)
+def test_every_run_gives_the_same_bits(monkeypatch, kind):
+    use_tiles(monkeypatch, 16, 32)
+    dtype = SINGLE if kind == "float32" else HALF
     mask = random_mask("float32", 1, 1, SQ, 1) if kind == "float32" else None
-    call = sample(heads=4, kv_heads=2, dtype=dtype, attn_mask=mask, mask_grad=mask is not None)
+    call = sample(heads=2, kv_heads=1, dtype=dtype, attn_mask=mask, mask_grad=mask is not None)
     dropout_p = 0.3 if kind == "dropout" else 0.0
     first, second = (run(call, gradient_for(call), dropout_p=dropout_p) for _ in range(2))
     assert torch.equal(first.logsumexp, second.logsumexp)
@@ -483,7 +498,7 @@ def test_every_run_gives_the_same_bits(monkeypatch, dtype, kind):
         assert torch.equal(tensor, second.results[name]), name
 
 
-# ------------------------------------------------------------------------------------------------------------- logsumexp
+# ------------------------------------------------------------------------------------------------------------ logsumexp
 
 
 def logsumexp_float64(call: Call) -> Tensor:
@@ -529,7 +544,8 @@ def test_forward_without_logsumexp_gives_the_same_output():
     for mask in (None, random_mask("float32", 1, 1, SQ, SK)):
         call = sample(dtype=HALF, attn_mask=mask)
         out = torch.full_like(call.query, NAN)
-        attention.forward(call.query, call.key, call.value, mask, None, 0.0, False, call.softmax_scale, out, None, False)
+        options = None, 0.0, False, call.softmax_scale
+        attention.forward(call.query, call.key, call.value, mask, *options, out, None, False)
         assert torch.equal(out, run(call).results["out"])
 
 
@@ -553,7 +569,7 @@ def test_backward_takes_the_logsumexp_of_pytorchs_kernels(kind):
     check(dict(zip(("query", "key", "value"), grads)), expect(call, grad_out))
 
 
-# -------------------------------------------------------------------------------------------------------- what is skipped
+# ------------------------------------------------------------------------------------------------------ what is skipped
 
 
 @pytest.mark.parametrize("wanted", ["query", "key_value", "mask"])
@@ -565,8 +581,8 @@ def test_only_what_is_asked_for_is_computed(wanted):
     pair = [torch.full_like(t, NAN) if wanted == "key_value" else None for t in (call.key, call.value)]
     before = dict(launch.launch_counts)
     grad_mask = attention.backward(
-        grad_out, call.query, call.key, call.value, call.attn_mask, full.results["out"], full.logsumexp, None, 0.0, False,
-        call.softmax_scale, grad_query, *pair, wanted == "mask", False,
+        grad_out, call.query, call.key, call.value, call.attn_mask, full.results["out"], full.logsumexp, None, 0.0,
+        False, call.softmax_scale, grad_query, *pair, wanted == "mask", False,
     )  # fmt: skip
     launched = {name for name, count in launch.launch_counts.items() if count > before[name]}
     # The kernel of the query's gradient always runs: it leaves the row statistics for the others.
@@ -577,19 +593,20 @@ def test_only_what_is_asked_for_is_computed(wanted):
     assert (grad_mask is not None) == (wanted == "mask")
 
 
-# --------------------------------------------------------------------------------------------------------------- dropout
+# -------------------------------------------------------------------------------------------------------------- dropout
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 2, int(SEED)])
-@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize(
+    ("seed", "dropout_p"), [(0, 0.5), (1, 0.1), (2**32, 0.9), (2**63 - 2, 0.5), (int(SEED), 0.1), (int(SEED), 1 - 1e-9)]
+)
 def test_dropout_keeps_what_the_reference_keeps(monkeypatch, seed, dropout_p):
     """With one-hot values the output shows which probabilities were kept, and so does dV with one-hot grad_out."""
-    use_tiles(monkeypatch, 16, 16)
+    use_tiles(monkeypatch, 16, 32)
     length, seed = 40, torch.tensor([seed])
-    identity = torch.eye(length).expand(B, H, length, length).contiguous()
-    call = Call(torch.zeros(B, H, length, D), torch.randn(B, H, length, D), identity)
+    identity = torch.eye(length).expand(B, 1, length, length).contiguous()
+    call = Call(torch.zeros(B, 1, length, D), torch.randn(B, 1, length, D), identity)
     results = run(call, identity, dropout_p=dropout_p, seed=seed).results
-    keep = reference.dropout_keep(seed, (B, H, length, length), dropout_p)
+    keep = reference.dropout_keep(seed, (B, 1, length, length), dropout_p)
     assert torch.equal(results["out"] != 0, keep)
     assert torch.equal(results["value"] != 0, keep.mT)
     torch.testing.assert_close(results["out"], keep / (length * (1 - dropout_p)))
@@ -600,15 +617,20 @@ def test_dropout_keeps_what_the_reference_keeps(monkeypatch, seed, dropout_p):
 def test_dropout_values_and_gradients(monkeypatch, dtype, kind):
     use_tiles(monkeypatch, 16, 32)
     p = 0.3
-    mask = random_mask("bool" if kind == "bool" else "float32", B, 1, SQ, SK) if kind in ("bool", "mask gradient") else None
-    call = sample(heads=4, kv_heads=2, dtype=dtype, attn_mask=mask, is_causal=kind == "causal", mask_grad=kind == "mask gradient")
+    differentiate_mask = kind == "mask gradient"
+    mask = None
+    if kind == "bool" or differentiate_mask:
+        mask = random_mask("bool" if kind == "bool" else "float32", B, 1, SQ, SK)
+    options = {"attn_mask": mask, "is_causal": kind == "causal", "mask_grad": differentiate_mask}
+    call = sample(kv_heads=1, dtype=dtype, **options)
     grad_out = gradient_for(call)
     results = run(call, grad_out, dropout_p=p).results
     wide = [t.double().requires_grad_() for t in (call.query, call.key, call.value)]
-    wide_mask = mask.double().requires_grad_() if kind == "mask gradient" else mask
-    keep = reference.dropout_keep(SEED, (B, 4, SQ, SK), p).double()
-    out = attention_float64(dataclasses.replace(call, query=wide[0], key=wide[1], value=wide[2], attn_mask=wide_mask), keep, p)
-    inputs = [*wide, wide_mask] if kind == "mask gradient" else wide
+    wide_mask = mask.double().requires_grad_() if differentiate_mask else mask
+    keep = reference.dropout_keep(SEED, (B, H, SQ, SK), p).double()
+    wide_call = dataclasses.replace(call, query=wide[0], key=wide[1], value=wide[2], attn_mask=wide_mask)
+    out = attention_float64(wide_call, keep, p)
+    inputs = [*wide, wide_mask] if differentiate_mask else wide
     expected = [out, *torch.autograd.grad(out, inputs, grad_out.double())]
     assert len(expected) == len(results)
     limit = 2e-3 if dtype == HALF else 2e-6
@@ -623,7 +645,66 @@ def test_dropout_of_everything_gives_zeros():
     assert all(tensor.count_nonzero() == 0 for tensor in results.values())
 
 
-# ----------------------------------------------------------------------------------------------------------------- plans
+# --------------------------------------------------------------------------------------- the operators' implementations
+
+
+def described(result) -> list:
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in results]
+
+
+CUDA_CASES = {
+    "plain": {},
+    "transposed": {"layout": "bshd"},
+    "expanded": {"layout": "expanded_heads"},
+    "strided last": {"layout": "strided_last"},
+    "value of another head_dim": {"head_dim_v": 24, "layout": "bshd"},
+    "grouped queries": {"kv_heads": 1},
+    "float mask": {"attn_mask": random_mask("float32", 1, H, SK, SQ).mT},
+    "float mask of rank 2": {"attn_mask": random_mask("float32", SQ, SK)},
+    "bool mask": {"attn_mask": random_mask("bool", 1, 1, 1, SK)},
+    "empty batch": {"batch": 0},
+    "no queries": {"seqlen_q": 0},
+    "no keys": {"seqlen_k": 0},
+    "no keys, float mask": {"seqlen_k": 0, "attn_mask": torch.empty(1, H, 0, SQ).mT},
+}
+
+
+@pytest.mark.parametrize("options", CUDA_CASES.values(), ids=CUDA_CASES)
+def test_operators_give_on_a_gpu_what_their_fake_tensors_promise(options):
+    """The implementations for CUDA, whose kernels run on CPU tensors here; values too, against those for the CPU."""
+    options = {"batch": B, "seqlen_q": SQ, "seqlen_k": SK} | options
+    sizes = options["batch"], options["seqlen_q"], options["seqlen_k"]
+    if 0 in sizes:
+        query, key = (torch.empty(sizes[0], H, length, D, dtype=HALF) for length in sizes[1:])
+        value, mask = key, options.get("attn_mask")
+    else:
+        call = sample(dtype=HALF, **options)
+        query, key, value, mask = call.query, call.key, call.value, call.attn_mask
+    fake = torch.ops.flashbackend
+
+    def promised(op, *arguments):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return described(op(*arguments))
+
+    for layout in ("query", "bshd", "bhsd"):
+        arguments = query, key, value, mask, None, 0.0, False, 0.3, layout
+        only_out = ops._attention_cuda(*arguments)
+        assert described(only_out) == promised(fake.attention, *arguments)
+        out, logsumexp = ops._attention_forward_cuda(*arguments)
+        assert described((out, logsumexp)) == promised(fake.attention_forward, *arguments)
+        assert torch.equal(only_out, out)
+        torch.testing.assert_close(out, ops._attention_math(*arguments), atol=2e-3, rtol=2e-3)
+    grad_out = torch.ones((), dtype=out.dtype).expand(out.shape)
+    everything = (True, True, True, mask is not None and mask.is_floating_point())
+    for wanted in (everything, *((i == j and everything[j] for j in range(4)) for i in range(4))):
+        arguments = grad_out, query, key, value, mask, out, logsumexp, None, 0.0, False, 0.3, tuple(wanted)
+        grads = ops._attention_backward_cuda(*arguments)
+        assert described(grads) == promised(fake.attention_backward, *arguments)
+        torch.testing.assert_close(grads, ops._attention_backward_math(*arguments), atol=2e-3, rtol=2e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans
 
 
 def test_a_plan_is_used_again_and_takes_the_new_tensors():
@@ -654,8 +735,6 @@ def test_launches_are_counted():
 @pytest.mark.parametrize("family", ["sm_80", "sm_86", "gfx942"])
 def test_tiles_of_other_families(monkeypatch, family, kind):
     """Any tile gives right results; these are the ones that no machine at hand runs."""
-    import random
-
     monkeypatch.setattr(attention, "_device_facts", lambda _: (family, 4, False))
     mask = mask_of_kind(kind, (1, 1, 70, 70), HALF, "cpu", random.Random(1))
     call = sample(batch=1, heads=1, seqlen_q=70, seqlen_k=70, dtype=HALF, attn_mask=rank_4(mask))

@@ -1,0 +1,245 @@
+"""Every Triton kernel compiled ahead of time for every kind of GPU, with none in the machine, and the table of tiles.
+
+A warm Triton cache (TRITON_CACHE_DIR, ~/.triton) makes this a matter of seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget
+
+from torch_flashbackend.kernels.triton import attention, tiles
+
+TARGETS = {f"sm_{capability}": GPUTarget("cuda", capability, 32) for capability in (80, 86, 89, 90, 100, 120)}
+TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+HEAD_DIMS = (64, 128, 256, 512)
+KINDS = ("full", "causal", "masked")
+TENSOR_CORES = re.compile(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_mfma")
+
+
+def family_of(target: GPUTarget) -> str:
+    return tiles.family(target.backend, target.arch)
+
+
+def compiled(
+    target: GPUTarget, kernel: str, *, dtype=torch.bfloat16, head_dim=64, head_dim_v=None, mask=None, pad=0, **options
+):
+    """One kernel for a call of two heads and 256 queries and keys. mask: dtype; pad: elements after each row."""
+
+    def tensor(columns: int) -> Tensor:
+        return torch.empty(1, 2, 256, columns + pad, dtype=dtype)[..., :columns]
+
+    attn_mask = None if mask is None else torch.empty(1, 2, 256, 256, dtype=mask)
+    name = f"attention_{kernel}"
+    kernels = attention.compile_for(
+        target, tensor(head_dim), tensor(head_dim), tensor(head_dim_v or head_dim), attn_mask, only=name,
+        backward=kernel != "forward", mask_gradient=kernel == "backward_mask", **options,
+    )  # fmt: skip
+    assert list(kernels) == [name]
+    return kernels[name]
+
+
+def assembly(kernel: Any) -> str:
+    return kernel.asm.get("ptx") or kernel.asm["amdgcn"]
+
+
+def check(kernel: Any, target: GPUTarget) -> None:
+    assert kernel.metadata.shared <= tiles.SHARED_MEMORY[family_of(target)]
+    assert getattr(kernel.metadata, "tmem_size", 0) <= 512  # columns of sm_100's tensor memory
+    # The launcher for CUDA passes none: a kernel that asks for it would be KernelUnavailable.
+    assert target.backend != "cuda" or kernel.metadata.global_scratch_size == 0
+    assert TENSOR_CORES.search(assembly(kernel))
+
+
+# ---------------------------------------------------------------------------------------------------- rows of the table
+
+
+def every_row() -> list[Any]:
+    """(target, kernel, bytes, head_dim): each row of a family, and each target with every kernel, head_dim and size."""
+    found = []
+    for itemsize in (2, 4):
+        for number, head_dim in enumerate(HEAD_DIMS):
+            for position, kernel in enumerate(tiles.KERNELS):
+                turn = number + position
+                names = ["sm_80", "sm_90", "gfx942", ("sm_86", "sm_89", "sm_120")[turn % 3]]
+                if turn % 4 == 0:
+                    names.append("sm_100")
+                found += [(name, kernel, itemsize, head_dim) for name in names]
+    return found
+
+
+def dtypes_of(itemsize: int, number: int) -> torch.dtype:
+    return torch.float32 if itemsize == 4 else (torch.bfloat16, torch.float16)[number % 2]
+
+
+@pytest.mark.parametrize(("name", "kernel", "itemsize", "head_dim"), every_row())
+def test_tiles_fit_shared_memory(name, kernel, itemsize, head_dim):
+    """With a float32 mask, which is the call that needs the most of it."""
+    dtype = dtypes_of(itemsize, tiles.KERNELS.index(kernel))
+    result = compiled(TARGETS[name], kernel, dtype=dtype, head_dim=head_dim, mask=torch.float32)
+    check(result, TARGETS[name])
+
+
+def rows_of_other_kinds() -> list[Any]:
+    """(family, kernel, kind, bytes, head_dim): rows for calls without a mask where those with one have their own."""
+    found = []
+    for name, sizes in tiles._TABLE.items():
+        for itemsize, rows in sizes.items():
+            for kernel in tiles.KERNELS:
+                kinds = [kind for kind in ("full", "causal") if f"{kernel} {kind}" in rows]
+                kinds += ["full"] if f"{kernel} masked" in rows else []
+                for kind in dict.fromkeys(kinds):
+                    used = rows.get(f"{kernel} {kind}", rows[kernel])
+                    found += [(name, kernel, kind, itemsize, head_dim) for head_dim in used]
+    return found
+
+
+@pytest.mark.parametrize(("name", "kernel", "kind", "itemsize", "head_dim"), rows_of_other_kinds())
+def test_tiles_of_calls_without_a_mask_fit_shared_memory(name, kernel, kind, itemsize, head_dim):
+    dtype = dtypes_of(itemsize, 0)
+    result = compiled(TARGETS[name], kernel, dtype=dtype, head_dim=head_dim, is_causal=kind == "causal", dropout_p=0.1)
+    check(result, TARGETS[name])
+
+
+# --------------------------------------------------------------------------------------------------- kinds of arguments
+
+VARIANTS = {
+    "dense": {},
+    "causal": {"is_causal": True, "dtype": torch.float16},
+    "bool mask": {"mask": torch.bool},
+    "mask of the query's dtype": {"mask": torch.float16, "dtype": torch.float16},
+    "dropout": {"dropout_p": 0.1, "is_causal": True},
+    "dropout, mask": {"dropout_p": 0.1, "mask": torch.float32},
+    "unaligned": {"pad": 1},
+    "odd head_dim": {"head_dim": 33, "dtype": torch.float16},
+    "value of another head_dim": {"head_dim": 64, "head_dim_v": 128},
+    "TF32": {"dtype": torch.float32, "allow_tf32": True},
+}
+WITHOUT_MASK = [name for name, options in VARIANTS.items() if "mask" not in options]
+
+
+def some_variants() -> list[Any]:
+    """Every variant with every target and with every kernel, without all combinations of the three."""
+    found = []
+    for number, name in enumerate(TARGETS):
+        for position, kernel in enumerate(tiles.KERNELS):
+            for index, variant in enumerate(VARIANTS):
+                if (number + position + index) % 4 == 0:
+                    found.append((name, kernel, variant))
+    return found
+
+
+@pytest.mark.parametrize(("name", "kernel", "variant"), some_variants())
+def test_every_kind_of_call_compiles(name, kernel, variant):
+    options = dict(VARIANTS[variant])
+    if kernel == "backward_mask":  # it has no causal calls, and always a float mask
+        options.pop("is_causal", None)
+        if not getattr(options.get("mask"), "is_floating_point", False):
+            options["mask"] = options.get("dtype", torch.bfloat16)
+    check(compiled(TARGETS[name], kernel, **options), TARGETS[name])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kernel", ["forward", "backward_query", "backward_key_value"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_hopper_streams_through_tensor_maps_and_multiplies_asynchronously(head_dim, kernel, causal):
+    ptx = assembly(compiled(TARGETS["sm_90"], kernel, head_dim=head_dim, is_causal=causal))
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    # Copies of 4 bytes are those of logsumexp and delta.
+    assert not re.search(r"cp\.async\.c[ag]\..*, 0x(8|10),", ptx), "tiles come by ordinary asynchronous copies"
+
+
+@pytest.mark.parametrize("name", ["sm_80", "gfx942"])
+def test_others_load_by_pointers(name):
+    kernel = compiled(TARGETS[name], "forward", head_dim=128)
+    assert "bulk.tensor" not in assembly(kernel)
+
+
+def test_all_kernels_of_a_call_compile_together():
+    query = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16)
+    mask = torch.empty(1, 1, 128, 128)
+    kernels = attention.compile_for(TARGETS["sm_90"], query, query, query, mask, mask_gradient=True)
+    assert list(kernels) == [f"attention_{name}" for name in tiles.KERNELS]
+    forward = attention.compile_for(TARGETS["sm_90"], query, query, query, logsumexp=False, backward=False)
+    assert list(forward) == ["attention_forward"]
+
+
+# ----------------------------------------------------------------------------------------------------- the table itself
+
+
+def is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def all_tiles() -> list[Any]:
+    return [
+        pytest.param(tile, id=f"{name}-{itemsize}-{kernel}-{head_dim}")
+        for name, sizes in tiles._TABLE.items()
+        for itemsize, rows in sizes.items()
+        for kernel, row in rows.items()
+        for head_dim, tile in row.items()
+    ]
+
+
+@pytest.mark.parametrize("tile", all_tiles())
+def test_tiles_are_valid(tile):
+    assert is_power_of_two(tile.block_m) and is_power_of_two(tile.block_n)
+    assert tile.num_warps in (1, 2, 4, 8) and 1 <= tile.num_stages <= 5
+    # Tensor maps have boxes of at most 256 rows; a product needs 16 of what it sums over.
+    assert min(tile.block_m, tile.block_n) >= 8 and max(tile.block_m, tile.block_n) <= 256
+
+
+def test_a_product_sums_over_at_least_16():
+    for sizes in tiles._TABLE.values():
+        for rows in sizes.values():
+            for kernel, row in rows.items():
+                for tile in row.values():
+                    if kernel.startswith(("forward", "backward_query")):
+                        assert tile.block_n >= 16
+                    if kernel.startswith("backward_key_value"):
+                        assert tile.block_m >= 16
+
+
+def test_every_family_has_every_row():
+    assert tiles._TABLE.keys() == tiles.SHARED_MEMORY.keys()
+    for sizes in tiles._TABLE.values():
+        assert sizes.keys() == {2, 4}
+        for rows in sizes.values():
+            for kernel in tiles.KERNELS:
+                assert tuple(rows[kernel]) == HEAD_DIMS
+            for name, row in rows.items():
+                kernel, _, kind = name.partition(" ")
+                assert kernel in tiles.KERNELS and kind in ("", *KINDS)
+                assert list(row) == sorted(row) and set(row) <= set(HEAD_DIMS)
+
+
+def test_every_row_can_be_chosen():
+    chosen = set()
+    for name, sizes in tiles._TABLE.items():
+        for itemsize in sizes:
+            for kernel in tiles.KERNELS:
+                for padded in (16, 32, *HEAD_DIMS):
+                    chosen |= {id(tiles.choose(kernel, name, itemsize, padded, kind)) for kind in KINDS}
+    assert {id(parameter.values[0]) for parameter in all_tiles()} <= chosen
+
+
+@pytest.mark.parametrize("kernel", tiles.KERNELS)
+def test_a_head_dim_that_is_too_large_is_refused(kernel):
+    with pytest.raises(ValueError, match="1024"):
+        tiles.choose(kernel, "sm_90", 2, 1024)
+
+
+def test_families():
+    expected = {"sm_80": (80, 87), "sm_86": (86, 89, 120, 121), "sm_90": (90, 100, 103)}
+    for name, capabilities in expected.items():
+        assert {tiles.family("cuda", capability) for capability in capabilities} == {name}
+    assert tiles.family("hip", "gfx942") == "gfx942"
