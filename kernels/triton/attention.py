@@ -114,8 +114,12 @@ class _Call:
             "MASK_UNIT_STRIDE": self.mask_strides[3] == 1,
             "DROPOUT": dropout_p > 0.0,
             "UNIT_STRIDE": self.unit_stride,
-            # Three TF32 products give float32's accuracy; one only where the user allowed it.
-            "PRECISION": "tf32" if query.element_size() == 2 or allow_tf32 else "tf32x3",
+            # Three TF32 products give float32's accuracy; one only where the user allowed it. CDNA3 has float32 products.
+            "PRECISION": "tf32"
+            if query.element_size() == 2 or allow_tf32
+            else "ieee"
+            if self.family == "gfx942"
+            else "tf32x3",
             "CAUSAL": is_causal,
         }
         self.dropout = {

@@ -697,8 +697,9 @@ def test_operators_give_on_a_gpu_what_their_fake_tensors_promise(options):
         torch.testing.assert_close(out, ops._attention_math(*arguments), atol=2e-3, rtol=2e-3)
     grad_out = torch.ones((), dtype=out.dtype).expand(out.shape)
     everything = (True, True, True, mask is not None and mask.is_floating_point())
-    for wanted in (everything, *((i == j and everything[j] for j in range(4)) for i in range(4))):
-        arguments = grad_out, query, key, value, mask, out, logsumexp, None, 0.0, False, 0.3, tuple(wanted)
+    alone = [[i == j and everything[j] for j in range(4)] for i in range(4)]
+    for wanted in (everything, *alone):
+        arguments = grad_out, query, key, value, mask, out, logsumexp, None, 0.0, False, 0.3, wanted
         grads = ops._attention_backward_cuda(*arguments)
         assert described(grads) == promised(fake.attention_backward, *arguments)
         torch.testing.assert_close(grads, ops._attention_backward_math(*arguments), atol=2e-3, rtol=2e-3)
@@ -739,3 +740,11 @@ def test_tiles_of_other_families(monkeypatch, family, kind):
     mask = mask_of_kind(kind, (1, 1, 70, 70), HALF, "cpu", random.Random(1))
     call = sample(batch=1, heads=1, seqlen_q=70, seqlen_k=70, dtype=HALF, attn_mask=rank_4(mask))
     run_and_check(dataclasses.replace(call, mask_grad=mask.is_floating_point()))
+
+
+@pytest.mark.parametrize("head_dim", [128, 256, 512])
+def test_smallest_tiles(monkeypatch, head_dim):
+    """float32 on GPUs with little shared memory: products of eight rows."""
+    monkeypatch.setattr(attention, "_device_facts", lambda _: ("sm_86", 4, False))
+    mask = random_mask("float32", 1, 1, SQ, SK)
+    run_and_check(sample(batch=1, heads=1, head_dim=head_dim, dtype=SINGLE, attn_mask=mask, mask_grad=True))
