@@ -1,6 +1,6 @@
 """Which backend takes a call: a table of backends, each with its constraints, and the walk along it.
 
-May import torch, problem.py, policy.py and `_torch.py`. Imported by the two hooks, by attention.py, explain.py and
+May import torch, problem.py, policy.py and `_torch.py`. Imported by the two hooks, by direct.py, explain.py and
 verify.py. Pure Python on a `Problem`: no tensor, no kernel and no GPU, so that every rule is tested on a CPU.
 
 A constraint is data: a name, a predicate, and a message with the caller's words and numbers. The constraints of a
