@@ -125,12 +125,15 @@ def _attention_forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_
 def _attention_backward_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal,
                              scale, output_mask):  # fmt: skip
     needs_query, needs_key, needs_value, needs_mask = output_mask
+    if query.numel() == 0 or key.numel() == 0 or out.numel() == 0:
+        likes = (query, key, value, attn_mask)
+        return tuple(
+            _empty_gradient(like, index).zero_() if wanted else query.new_empty(0)
+            for index, (like, wanted) in enumerate(zip(likes, output_mask, strict=True))
+        )
     grad_query = torch.empty_like(query) if needs_query else None
     both = needs_key or needs_value
     grad_key, grad_value = (torch.empty_like(key), torch.empty_like(value)) if both else (None, None)
-    if query.numel() == 0 or key.numel() == 0 or out.numel() == 0:
-        grads = (grad_query, grad_key, grad_value, torch.empty_like(attn_mask) if needs_mask else None)
-        return tuple(query.new_empty(0) if grad is None else grad.zero_() for grad in grads)
     if grad_out.stride(3) != 1:  # the gradient of a sum is expanded, say: no vector loads without a copy
         grad_out = grad_out.contiguous()
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()

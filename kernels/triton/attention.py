@@ -72,7 +72,7 @@ class _Call:
         self.is_causal = is_causal
         self.block_d, self.block_dv = _padded(head_dim), _padded(head_dim_v)
         self.head_dim_padded = max(self.block_d, self.block_dv)
-        if not (self.has_tma and all(TensorMap.accepts(tensor) for tensor in tensors)):
+        if not (self.has_tma and self.dtype.itemsize == 2 and all(TensorMap.accepts(tensor) for tensor in tensors)):
             # Triton 3.6 on sm_90, loading by pointers, gives wrong results and illegal addresses for a value block of
             # 32 columns beside a key block of 64; equal blocks are right for every size.
             self.block_d = self.block_dv = self.head_dim_padded
@@ -114,12 +114,7 @@ class _Call:
             "MASK_UNIT_STRIDE": self.mask_strides[3] == 1,
             "DROPOUT": dropout_p > 0.0,
             "UNIT_STRIDE": self.unit_stride,
-            # Three TF32 products give float32's accuracy; one only where the user allowed it. CDNA3 has float32 products.
-            "PRECISION": "tf32"
-            if query.element_size() == 2 or allow_tf32
-            else "ieee"
-            if self.family == "gfx942"
-            else "tf32x3",
+            "PRECISION": self.precision(allow_tf32),
             "CAUSAL": is_causal,
         }
         self.dropout = {
@@ -132,6 +127,13 @@ class _Call:
             "seqlen_q": ("i32", seqlen_q),
             "seqlen_k": ("i32", self.seqlen_k),
         }
+
+    def precision(self, allow_tf32: bool) -> str:
+        """How the products of float32 tensors are computed; half types have one way only."""
+        if self.family == "gfx942":
+            return "ieee"  # Triton knows TF32 on one of AMD's GPUs only, and no three-product form
+        # Three TF32 products give float32's accuracy; one only where the user allowed it.
+        return "tf32" if self.dtype.itemsize == 2 or allow_tf32 else "tf32x3"
 
     def strides(self, names: str, tensor: torch.Tensor, prefix: str = "stride_") -> dict:
         """{stride_xb: ..., ...} of a rank-4 tensor; batch and head strides are always 64 bits wide."""
@@ -151,7 +153,8 @@ class _Call:
         if self.divisor > 1:
             rows = [name for name in strides if not name.endswith("d")]
             found |= dict.fromkeys(rows, self.divisor)
-            found |= {name: 16 for name in pointers if name not in ("mask", "dropout_seed", "grad_mask")}
+            others = ("mask", "dropout_seed", "grad_mask", "logsumexp", "logsumexp_low")
+            found |= {name: 16 for name in pointers if name not in others}
         if self.mask_divisor > 1:
             found |= dict.fromkeys(("stride_mb", "stride_mh", "stride_mq"), 16)
             found |= {"mask": 16}
@@ -247,7 +250,8 @@ class _BackwardPlan:
         self.padded_q = math.ceil(call.seqlen_q / longest) * longest
         self.planes = 2 if low is None else 3
         plane = call.batch * call.heads * self.padded_q
-        statistics = {"statistics": self.allocate(query)}
+        # Its type is all that matters of a buffer here; each call brings its own.
+        statistics = {"statistics": torch.empty(0, dtype=torch.float32, device=query.device)}
         strides = (call.strides("qb qh qm qd", query) | call.strides("kb kh kn kd", key)
                    | call.strides("vb vh vn vd", value) | call.strides("gb gh gm gd", grad_out))
         scalars = call.sizes | call.dropout
@@ -301,7 +305,6 @@ class _BackwardPlan:
             counts = {"num_batches": call.batch, "mask_batches": mask_batches, "mask_heads": mask_heads,
                       "mask_tiles_q": tiles_q, "mask_tiles_k": tiles_k, "num_splits": self.splits}
             scalars |= {name: ("i32", count) for name, count in counts.items()}
-            # Its type is all that matters of the pointer here; each call brings its own buffer.
             self.mask_dtype = mask.dtype if self.splits == 1 else torch.float32
             grad_mask = torch.empty(0, dtype=self.mask_dtype, device=query.device)
             pointers = inputs | statistics | {"grad_out": grad_out, "grad_mask": grad_mask}
