@@ -305,7 +305,7 @@ class Results:
             "format": RESULTS_FORMAT,
             "kind": kind,
             "environment": facts,
-            "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in arguments.items()},
+            "arguments": {k: Path(v).name if k == "out" and v else v for k, v in arguments.items()},
             "complete": False,
             "not_measured": [],
             "rows": [],
