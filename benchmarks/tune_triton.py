@@ -148,9 +148,8 @@ class Problem:
     @property
     def flops(self):
         """Of one product's pair, as the peers' tables count: forward 4, the share of each backward kernel 4 or 6."""
-        query, mask = self.tensors[0], self.tensors[3]
+        query = self.tensors[0]
         products = {"forward": 2, "backward_query": 3, "backward_key_value": 4, "backward_mask": 2}[self.kernel]
-        del mask
         size = 2 * products * query.size(0) * query.size(1) * self.seqlen**2 * self.head_dim
         return size / 2 if self.causal else size
 

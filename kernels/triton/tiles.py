@@ -38,6 +38,35 @@ def family(backend: str, architecture: int | str) -> str:
     return "sm_90" if 100 <= capability < 110 else "sm_86"
 
 
+# float32 on GPUs that nobody has measured, sm_80 and sm_86 alike: registers bind there, not shared memory. The three
+# products need their operands twice, and ptxas gives up on larger tiles and spills nearly everything.
+_UNMEASURED_FLOAT32 = {
+    "forward": {
+        64: Tile(64, 32, 8, 2),
+        128: Tile(32, 32, 8, 2),
+        256: Tile(16, 32, 8, 1),
+        512: Tile(8, 16, 4, 1),
+    },
+    "backward_query": {
+        64: Tile(32, 32, 4, 2),
+        128: Tile(32, 32, 8, 1),
+        256: Tile(16, 16, 8, 1),
+        512: Tile(8, 16, 8, 1),
+    },
+    "backward_key_value": {
+        64: Tile(32, 32, 4, 2),
+        128: Tile(16, 32, 8, 1),
+        256: Tile(16, 16, 8, 1),
+        512: Tile(16, 8, 8, 1),
+    },
+    "backward_mask": {
+        64: Tile(32, 32, 4, 1),
+        128: Tile(16, 32, 4, 1),
+        256: Tile(8, 16, 4, 1),
+        512: Tile(8, 16, 8, 1),
+    },
+}
+
 # {family: {bytes per element: {kernel: {largest head_dim, padded to a power of two: tile}}}}. A row named after a
 # kernel and a kind of call ("forward masked") goes before the kernel's own.
 _TABLE = {
@@ -112,8 +141,7 @@ _TABLE = {
             },
         },
     },
-    # Not measured: the largest tiles that fit and of which ptxas (AMD: LLVM) keeps all but a little in registers. It
-    # gives up on larger ones in float32, whose three products need their operands twice, and spills nearly everything.
+    # Not measured: the largest tiles that fit and of which ptxas (AMD: LLVM) keeps all but a little in registers.
     "sm_80": {
         2: {
             "forward": {
@@ -145,32 +173,7 @@ _TABLE = {
                 512: Tile(32, 16, 4, 1),
             },
         },
-        4: {
-            "forward": {
-                64: Tile(64, 32, 8, 2),
-                128: Tile(32, 32, 8, 2),
-                256: Tile(16, 32, 8, 1),
-                512: Tile(8, 16, 4, 1),
-            },
-            "backward_query": {
-                64: Tile(32, 32, 4, 2),
-                128: Tile(32, 32, 8, 1),
-                256: Tile(16, 16, 8, 1),
-                512: Tile(8, 16, 8, 1),
-            },
-            "backward_key_value": {
-                64: Tile(32, 32, 4, 2),
-                128: Tile(16, 32, 8, 1),
-                256: Tile(16, 16, 8, 1),
-                512: Tile(16, 8, 8, 1),
-            },
-            "backward_mask": {
-                64: Tile(32, 32, 4, 1),
-                128: Tile(16, 32, 4, 1),
-                256: Tile(8, 16, 4, 1),
-                512: Tile(8, 16, 8, 1),
-            },
-        },
+        4: _UNMEASURED_FLOAT32,
     },
     "sm_86": {
         2: {
@@ -202,32 +205,7 @@ _TABLE = {
                 512: Tile(32, 16, 4, 1),
             },
         },
-        4: {
-            "forward": {
-                64: Tile(64, 32, 8, 2),
-                128: Tile(32, 32, 8, 2),
-                256: Tile(16, 32, 8, 1),
-                512: Tile(8, 16, 4, 1),
-            },
-            "backward_query": {
-                64: Tile(32, 32, 4, 2),
-                128: Tile(32, 32, 8, 1),
-                256: Tile(16, 16, 8, 1),
-                512: Tile(8, 16, 8, 1),
-            },
-            "backward_key_value": {
-                64: Tile(32, 32, 4, 2),
-                128: Tile(16, 32, 8, 1),
-                256: Tile(16, 16, 8, 1),
-                512: Tile(16, 8, 8, 1),
-            },
-            "backward_mask": {
-                64: Tile(32, 32, 4, 1),
-                128: Tile(16, 32, 4, 1),
-                256: Tile(8, 16, 4, 1),
-                512: Tile(8, 16, 8, 1),
-            },
-        },
+        4: _UNMEASURED_FLOAT32,
     },
     "gfx942": {
         2: {

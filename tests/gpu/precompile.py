@@ -23,15 +23,14 @@ def compile_call(arguments: tuple[int, int]) -> str | None:
     from triton.backends.compiler import GPUTarget
 
     from torch_flashbackend.kernels.triton import attention as kernels
+    from torch_flashbackend.ops import _mask_as_rank_4
 
     from common import random_call
 
     seed, capability = arguments
     torch.set_num_threads(1)
     call = random_call(seed, "cpu")
-    mask = call.attn_mask
-    if mask is not None and mask.dim() < 4:
-        mask = mask[(None,) * (4 - mask.dim())]
+    mask = _mask_as_rank_4(call.attn_mask)
     try:
         kernels.compile_for(
             GPUTarget("cuda", capability, 32), call.query, call.key, call.value, mask, is_causal=call.is_causal,

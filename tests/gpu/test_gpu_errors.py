@@ -65,7 +65,7 @@ NAMES = (
 )  # fmt: skip
 
 
-def outcomes(device, plugged):
+def outcomes(device):
     """{(name, training): what the call did}; printed as each ends, since some of PyTorch's kernels end the process."""
     for name in NAMES:
         for training in (False, True):
@@ -92,7 +92,7 @@ def run_one_process(device, plugged, skip):
         "import test_gpu_errors as t, torch_flashbackend as p\n"
         f"if {plugged}: p.enable()\n"
         f"t.NAMES = [n for n in t.NAMES if n not in {sorted(skip)!r}]\n"
-        f"for line in t.outcomes({device!r}, {plugged}): print(json.dumps(line), flush=True)"
+        f"for line in t.outcomes({device!r}): print(json.dumps(line), flush=True)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
     return [json.loads(line) for line in done.stdout.splitlines()], done.returncode, done.stderr
