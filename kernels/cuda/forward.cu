@@ -1,0 +1,419 @@
+// Forward attention on Hopper (compute capability 9.0): out = softmax(scale * query key^T) value, and its logsumexp.
+//
+//   for each tile of BLOCK_M query rows that this block owns (persistent grid, longest tiles first):
+//     producer warp:   query tile, then key and value tiles of BLOCK_N rows, by TMA into rings of STAGES buffers
+//     each consumer warpgroup, 64 query rows:
+//       S = query key[0]^T; P = softmax(S)
+//       for j = 1 ...:  issue S = query key[j]^T;  issue out += P value[j - 1]
+//                       P' = softmax(S) while the second product runs;  rescale out;  P = P'
+//       out += P value[last];  out /= row sums;  store
+//
+// Key tiles are visited from the last one that the rows may see to the first, so that masks come first. S, P and out
+// stay in registers. Dao et al., FlashAttention-2 (2023) and Shah et al., FlashAttention-3 (2024) describe the method.
+//
+// Shared memory: Q_STAGES query tiles, STAGES key and STAGES value tiles, each a row of boxes of 64 columns (tma.cuh).
+// Registers: BLOCK_N / 2 + BLOCK_N / 4 + HEAD_DIM_V / 2 for S, P and out, of 232 with two consumers and 160 with three.
+//
+// Defined by the host (forward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, BLOCK_N, STAGES, Q_STAGES,
+// IS_CAUSAL, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit), WAIT_LATE (softmax is kept from
+// sinking below the wait for the second product).
+#include "barrier.cuh"
+#include "softmax.cuh"
+#include "wgmma.cuh"
+#include "wgmma_instructions.cuh"
+
+// Mirrored by forward.py.
+struct ForwardParams {
+  void* out;         // [batch, num_heads, seqlen_q, head_dim_v], last stride 1
+  float* logsumexp;  // [batch, num_heads, seqlen_q] contiguous
+  int* counters;     // causal only: tiles handed out after each block's first, blocks done; both zero between launches
+  int64_t out_stride_batch, out_stride_head, out_stride_row;  // elements
+  int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim_v;
+  int num_tiles, q_tiles, heads_per_group;
+  float softmax_scale, softmax_scale_log2;
+};
+
+constexpr int CONSUMERS = BLOCK_M / 64;
+constexpr int THREADS = 128 * (CONSUMERS + 1);
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
+constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
+constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
+constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
+
+// What the producer tells the consumers about a tile.
+struct Tile {
+  int first_row, head, batch, key_tiles;
+};
+
+// Byte addresses in shared memory.
+struct Shared {
+  uint32_t query, key, value, tiles, barriers;
+  __device__ explicit Shared(uint32_t base)
+      : query(base),
+        key(query + Q_STAGES * Q_BYTES),
+        value(key + STAGES * K_BYTES),
+        tiles(value + STAGES * V_BYTES),
+        barriers(tiles + Q_STAGES * sizeof(Tile)) {}
+  __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
+  __device__ uint32_t q_full(int stage) const { return barrier(stage); }
+  __device__ uint32_t q_empty(int stage) const { return barrier(Q_STAGES + stage); }
+  __device__ uint32_t k_full(int stage) const { return barrier(2 * Q_STAGES + stage); }
+  __device__ uint32_t k_empty(int stage) const { return barrier(2 * Q_STAGES + STAGES + stage); }
+  __device__ uint32_t v_full(int stage) const { return barrier(2 * Q_STAGES + 2 * STAGES + stage); }
+  __device__ uint32_t v_empty(int stage) const { return barrier(2 * Q_STAGES + 3 * STAGES + stage); }
+};
+
+// Hands tiles to blocks: the first by block number; then, where all tiles are equal, every gridDim-th, and otherwise
+// the next that nobody has taken, which is asked for one tile ahead since the answer takes about 500 cycles.
+struct Scheduler {
+  int index, next;
+
+  __device__ explicit Scheduler(const ForwardParams& params) : index(blockIdx.x), next(ask(params)) {}
+  __device__ __forceinline__ int ask(const ForwardParams& params) {
+    return IS_CAUSAL ? gridDim.x + atomicAdd(params.counters, 1) : index + gridDim.x;
+  }
+  __device__ __forceinline__ void advance(const ForwardParams& params) {
+    index = next;
+    if (index < params.num_tiles) next = ask(params);
+  }
+  // The last block leaves the counters as it found them.
+  __device__ __forceinline__ void finish(const ForwardParams& params) {
+    if (IS_CAUSAL && atomicAdd(params.counters + 1, 1) == gridDim.x - 1) {
+      params.counters[0] = 0;
+      params.counters[1] = 0;
+    }
+  }
+};
+
+// Causal: heads come in groups whose keys and values stay in L2 together, and within a group the longest tiles of all
+// heads come first. Full: the tiles of one head follow each other.
+__device__ __forceinline__ Tile tile_at(int index, const ForwardParams& params) {
+  int head, q_tile;
+  if (IS_CAUSAL) {
+    const int group_tiles = params.heads_per_group * params.q_tiles;
+    const int group = index / group_tiles, within = index % group_tiles;
+    const int first = group * params.heads_per_group;
+    const int heads = min(params.heads_per_group, params.batch * params.num_heads - first);
+    head = first + within % heads;
+    q_tile = params.q_tiles - 1 - within / heads;
+  } else {
+    head = index / params.q_tiles;
+    q_tile = index % params.q_tiles;
+  }
+  Tile tile;
+  tile.first_row = q_tile * BLOCK_M;
+  tile.batch = head / params.num_heads;
+  tile.head = head % params.num_heads;
+  const int visible = IS_CAUSAL ? min(params.seqlen_k, tile.first_row + BLOCK_M) : params.seqlen_k;
+  tile.key_tiles = ceil_div(visible, BLOCK_N);
+  return tile;
+}
+
+__device__ __forceinline__ void write_tile(uint32_t address, const Tile& tile) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(tile.first_row), "r"(tile.head),
+               "r"(tile.batch), "r"(tile.key_tiles)
+               : "memory");
+}
+__device__ __forceinline__ Tile read_tile(uint32_t address) {
+  Tile tile;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(tile.first_row), "=r"(tile.head), "=r"(tile.batch), "=r"(tile.key_tiles)
+               : "r"(address)
+               : "memory");
+  return tile;
+}
+
+__device__ __forceinline__ void produce(const TensorMap& query_map, const TensorMap& key_map,
+                                        const TensorMap& value_map, const ForwardParams& params,
+                                        const Shared& shared) {
+  Ring<Q_STAGES> q;
+  Ring<STAGES> k, v;
+  const int queries_per_kv = params.num_heads / params.num_kv_heads;
+  Scheduler scheduler(params);
+  for (; scheduler.index < params.num_tiles; scheduler.advance(params)) {
+    const Tile tile = tile_at(scheduler.index, params);
+    const int kv_head = tile.head / queries_per_kv;
+
+    const auto load_query = [&] {
+      barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
+      write_tile(shared.tiles + q.stage * sizeof(Tile), tile);
+      load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile.first_row,
+                                   tile.head, tile.batch);
+      q.advance();
+    };
+    const auto load_key = [&](int j) {
+      barrier_wait(shared.k_empty(k.stage), k.phase ^ 1);
+      load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key + k.stage * K_BYTES, shared.k_full(k.stage), j * BLOCK_N,
+                                   kv_head, tile.batch);
+      k.advance();
+    };
+    const auto load_value = [&](int j) {
+      barrier_wait(shared.v_empty(v.stage), v.phase ^ 1);
+      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value + v.stage * V_BYTES, shared.v_full(v.stage), j * BLOCK_N,
+                                     kv_head, tile.batch);
+      v.advance();
+    };
+
+    // The order in which the consumers need them; a single query buffer is free later than the first key buffer.
+    if (Q_STAGES > 1) load_query();
+    load_key(tile.key_tiles - 1);
+    if (Q_STAGES == 1) load_query();
+#pragma unroll 1
+    for (int j = tile.key_tiles - 2; j >= 0; --j) {
+      load_key(j);
+      load_value(j + 1);
+    }
+    load_value(0);
+  }
+  scheduler.finish(params);
+  // A tile without keys ends the consumers.
+  barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
+  write_tile(shared.tiles + q.stage * sizeof(Tile), Tile{0, 0, 0, 0});
+  barrier_arrive(shared.q_full(q.stage));
+}
+
+// One warpgroup's share of the products.
+__device__ __forceinline__ void scores_product(float (&scores)[BLOCK_N / 2], uint32_t query, uint32_t key) {
+#pragma unroll
+  for (int k = 0; k < HEAD_DIM / 16; ++k)
+    Wgmma<BLOCK_N>::ss(scores, moved(query, column_group<BLOCK_M>(k)), moved(key, column_group<BLOCK_N>(k)), k > 0);
+}
+__device__ __forceinline__ void out_product(float (&out)[HEAD_DIM_V / 2], const uint32_t (&probabilities)[BLOCK_N / 4],
+                                            uint32_t value, bool accumulate) {
+#pragma unroll
+  for (int k = 0; k < BLOCK_N / 16; ++k)
+    Wgmma<HEAD_DIM_V>::rs(out, probabilities + 4 * k, moved(value, k * 16 * BOX_ROW_BYTES), k > 0 || accumulate);
+}
+
+__device__ __forceinline__ void pack_probabilities(uint32_t (&packed)[BLOCK_N / 4], const float (&scores)[BLOCK_N / 2]) {
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 4; ++i) packed[i] = pack(scores[2 * i], scores[2 * i + 1]);
+}
+
+// Divides by the row sums and writes 16 bytes per lane: a quad's four lanes exchange groups of 8 columns.
+__device__ __forceinline__ void store(const float (&out)[HEAD_DIM_V / 2], const Softmax& softmax, const Tile& tile,
+                                      int row, int lane, const ForwardParams& params) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int this_row = row + 8 * half;
+    const float sum = quad_sum(softmax.sum[half]);
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    const bool inside = this_row < params.seqlen_q;
+    if (WRITE_LSE && inside && lane % 4 == 0) {
+      const int64_t head = (int64_t)tile.batch * params.num_heads + tile.head;
+      // log2(sum) + shift is in base 2.
+      params.logsumexp[head * params.seqlen_q + this_row] = (__log2f(sum) + softmax.shift[half]) * 0.6931471805599453f;
+    }
+    uint8_t* base = (uint8_t*)params.out + 2 * (tile.batch * params.out_stride_batch + tile.head * params.out_stride_head +
+                                                this_row * params.out_stride_row);
+#pragma unroll
+    for (int group = 0; group < HEAD_DIM_V / 8; group += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 4 * (group + i) + 2 * half;
+        words[i] = group + i < HEAD_DIM_V / 8 ? pack(out[at] * inverse, out[at + 1] * inverse) : 0;
+      }
+      quad_transpose(words, lane);
+      const int column = 8 * (group + lane % 4);
+      if (inside && column < params.head_dim_v)
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(base + 2 * column), "r"(words[0]), "r"(words[1]),
+                     "r"(words[2]), "r"(words[3])
+                     : "memory");
+    }
+  }
+}
+
+// The first of the two rows that this thread holds, within its warpgroup's 64.
+__device__ __forceinline__ int row_in_warpgroup() { return 16 * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 4; }
+
+__device__ __forceinline__ void consume(const ForwardParams& params, const Shared& shared, int warpgroup) {
+  const float scale_log2 = params.softmax_scale_log2;
+  Ring<Q_STAGES> q;
+  Ring<STAGES> k;
+
+  // Named barriers 1 to CONSUMERS pass the turn at the matrix unit around.
+  const auto take_turn = [&] {
+    if (PING_PONG) named_sync(1 + warpgroup, 256);
+  };
+  const auto pass_turn = [&] {
+    if (PING_PONG) named_arrive(1 + (warpgroup + 1) % CONSUMERS, 256);
+  };
+  const auto release = [&](uint32_t barrier) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  };
+  if (PING_PONG && warpgroup == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
+
+  float out[HEAD_DIM_V / 2] = {};
+  float scores[BLOCK_N / 2];
+  uint32_t probabilities[BLOCK_N / 4];
+  Softmax softmax;
+  uint32_t query;            // descriptor of this warpgroup's rows
+  int j, full_tiles;         // the current key tile; the first full_tiles ones need no mask
+  int first_row;             // of this warpgroup
+  bool accumulate;           // false until `out` holds a product of this query tile
+
+  // Reads the next query tile, and passes over key tiles that none of the warpgroup's rows sees.
+  const auto begin_tile = [&] {
+    barrier_wait(shared.q_full(q.stage), q.phase);
+    const Tile tile = read_tile(shared.tiles + q.stage * sizeof(Tile));
+    j = uniform(tile.key_tiles) - 1;
+    if (j < 0) return false;
+    first_row = uniform(tile.first_row) + 64 * warpgroup;
+    query = descriptor(shared.query + q.stage * Q_BYTES + warpgroup * 64 * BOX_ROW_BYTES, 0);
+    full_tiles = (IS_CAUSAL ? min(params.seqlen_k, first_row + 1) : params.seqlen_k) / BLOCK_N;
+    accumulate = false;
+    if (IS_CAUSAL) {
+      for (; j >= ceil_div(min(params.seqlen_k, first_row + 64), BLOCK_N); --j) {
+        barrier_wait(shared.k_full(k.stage), k.phase);
+        release(shared.k_empty(k.stage));
+        barrier_wait(shared.v_full(k.stage), k.phase);
+        release(shared.v_empty(k.stage));
+        k.advance();
+        take_turn();
+        pass_turn();
+      }
+    }
+    return true;
+  };
+  const auto issue_scores = [&] {
+    wgmma_fence();
+    scores_product(scores, query, descriptor(shared.key + k.stage * K_BYTES, 0));
+    wgmma_commit();
+  };
+  const auto issue_out = [&](int stage) {
+    wgmma_fence();
+    out_product(out, probabilities, descriptor(shared.value + stage * V_BYTES, BLOCK_N * BOX_ROW_BYTES), accumulate);
+    wgmma_commit();
+  };
+  const auto mask_scores = [&] {
+    const int last = params.seqlen_k - 1, row = first_row + row_in_warpgroup(), first_key = j * BLOCK_N;
+    mask(scores, (IS_CAUSAL ? min(last, row) : last) - first_key, (IS_CAUSAL ? min(last, row + 8) : last) - first_key,
+         threadIdx.x % 4);
+  };
+
+  // One key tile that is not its query tile's first.
+  const auto step = [&](auto masked) {
+    barrier_wait(shared.k_full(k.stage), k.phase);
+    take_turn();
+    issue_scores();
+    const Ring<STAGES> v = k.previous();
+    barrier_wait(shared.v_full(v.stage), v.phase);
+    issue_out(v.stage);
+    pass_turn();
+    accumulate = true;
+    wgmma_wait<1>();
+    if constexpr (masked.value) mask_scores();
+    const float sum[2] = {softmax.sum[0], softmax.sum[1]};
+    const bool serves = softmax.update(scores, scale_log2);
+#if WAIT_LATE
+    // The sum is never -1; the assembler cannot know it, and so cannot move this wait above the exponentials.
+    asm volatile("{\n.reg .pred p;\nsetp.neu.f32 p, %0, 0fBF800000;\n@p wgmma.wait_group.sync.aligned 0;\n}\n" ::"f"(
+                     softmax.sum[0] + softmax.sum[1])
+                 : "memory");
+#endif
+    wgmma_wait<0>();
+    release(shared.v_empty(v.stage));
+    pack_probabilities(probabilities, scores);
+    if (named_any(4 + warpgroup, 128, !serves)) {
+      issue_scores();
+      wgmma_wait<0>();
+      if constexpr (masked.value) mask_scores();
+      float rescale[2];
+      softmax.sum[0] = sum[0];
+      softmax.sum[1] = sum[1];
+      softmax.restart(scores, scale_log2, rescale);
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM_V / 2; ++i) out[i] *= rescale[i / 2 % 2];
+      pack_probabilities(probabilities, scores);
+    }
+    release(shared.k_empty(k.stage));
+    k.advance();
+  };
+  // Softmax of a query tile's first key tile.
+  const auto first_softmax = [&] {
+    release(shared.k_empty(k.stage));
+    k.advance();
+    if (j >= full_tiles) mask_scores();
+    float rescale[2];
+    softmax.reset();
+    softmax.restart(scores, scale_log2, rescale);
+  };
+
+  if (!begin_tile()) return;
+  barrier_wait(shared.k_full(k.stage), k.phase);
+  issue_scores();
+  wgmma_wait<0>();
+  first_softmax();
+  pack_probabilities(probabilities, scores);
+  for (;;) {
+    --j;
+    if constexpr (IS_CAUSAL)
+      for (; j >= full_tiles; --j) step(Constant<true>());
+    for (; j >= 0; --j) step(Constant<false>());
+
+    // The last product of this query tile runs beside the first one of the next.
+    const Tile tile = read_tile(shared.tiles + q.stage * sizeof(Tile));
+    const Softmax done = softmax;
+    const bool accumulate_last = accumulate;
+    const Ring<STAGES> v = k.previous();
+    release(shared.q_empty(q.stage));
+    q.advance();
+    const bool more = begin_tile();
+    accumulate = accumulate_last;
+    if (!more) {
+      barrier_wait(shared.v_full(v.stage), v.phase);
+      issue_out(v.stage);
+      wgmma_wait<0>();
+      store(out, done, tile, tile.first_row + 64 * warpgroup + row_in_warpgroup(), threadIdx.x % 32, params);
+      return;
+    }
+    barrier_wait(shared.k_full(k.stage), k.phase);
+    issue_scores();
+    barrier_wait(shared.v_full(v.stage), v.phase);
+    issue_out(v.stage);
+    accumulate = false;
+    wgmma_wait<1>();
+    first_softmax();
+    wgmma_wait<0>();
+    release(shared.v_empty(v.stage));
+    store(out, done, tile, tile.first_row + 64 * warpgroup + row_in_warpgroup(), threadIdx.x % 32, params);
+    pack_probabilities(probabilities, scores);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    flash_forward(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
+                  const __grid_constant__ TensorMap value_map, const __grid_constant__ ForwardParams params) {
+  // The swizzle counts from multiples of 1024 bytes.
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
+  if (shared.query % 1024) __trap();
+  if (threadIdx.x == 0) {
+    prefetch_map(query_map);
+    prefetch_map(key_map);
+    prefetch_map(value_map);
+    // Stages are filled by one arrival and the copy's bytes, and emptied by one arrival of each consumer warp.
+    for (int stage = 0; stage < Q_STAGES; ++stage) {
+      barrier_init(shared.q_full(stage), 1);
+      barrier_init(shared.q_empty(stage), 4 * CONSUMERS);
+    }
+    for (int stage = 0; stage < STAGES; ++stage) {
+      barrier_init(shared.k_full(stage), 1);
+      barrier_init(shared.k_empty(stage), 4 * CONSUMERS);
+      barrier_init(shared.v_full(stage), 1);
+      barrier_init(shared.v_empty(stage), 4 * CONSUMERS);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (threadIdx.x < 128) {
+    registers_release<PRODUCER_REGISTERS>();
+    if (threadIdx.x == 0) produce(query_map, key_map, value_map, params, shared);
+  } else {
+    registers_claim<CONSUMER_REGISTERS>();
+    consume(params, shared, uniform(threadIdx.x / 128) - 1);
+  }
+}
