@@ -55,19 +55,3 @@ __device__ __forceinline__ void named_sync(int name, int threads) {
 __device__ __forceinline__ void named_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
-
-// Whether a condition holds for any of `threads` threads that meet at a named barrier.
-__device__ __forceinline__ bool named_any(int name, int threads, bool condition) {
-  int any;
-  asm volatile(
-      "{\n"
-      ".reg .pred mine, all;\n"
-      "setp.ne.b32 mine, %3, 0;\n"
-      "barrier.cta.red.or.aligned.pred all, %1, %2, mine;\n"
-      "selp.b32 %0, 1, 0, all;\n"
-      "}\n"
-      : "=r"(any)
-      : "r"(name), "r"(threads), "r"((int)condition)
-      : "memory");
-  return any;
-}

@@ -35,8 +35,12 @@ struct ForwardParams {
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
+// A warpgroup passes over key tiles of the next query tile while it still holds the last value stage of this one.
+static_assert(!IS_CAUSAL || ceil_div(BLOCK_M - 64, BLOCK_N) < STAGES);
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
+// With two query buffers the output leaves through its query's; a single one is needed for the next query before.
+constexpr bool STAGE_OUT = Q_STAGES > 1;
 constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
@@ -58,6 +62,7 @@ struct Shared {
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
   __device__ uint32_t q_full(int stage) const { return barrier(stage); }
   __device__ uint32_t q_empty(int stage) const { return barrier(Q_STAGES + stage); }
+  __device__ uint32_t out_full(int stage) const { return barrier(2 * Q_STAGES + 4 * STAGES + stage); }
   __device__ uint32_t k_full(int stage) const { return barrier(2 * Q_STAGES + stage); }
   __device__ uint32_t k_empty(int stage) const { return barrier(2 * Q_STAGES + STAGES + stage); }
   __device__ uint32_t v_full(int stage) const { return barrier(2 * Q_STAGES + 2 * STAGES + stage); }
@@ -173,6 +178,19 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
   barrier_arrive(shared.q_full(q.stage));
 }
 
+// The storing warp: sends finished tiles from the query buffers to global memory, and frees the buffers.
+__device__ __forceinline__ void store_tiles(const TensorMap& out_map, const Shared& shared) {
+  for (Ring<Q_STAGES> q;; q.advance()) {
+    barrier_wait(shared.q_full(q.stage), q.phase);
+    const Tile tile = read_tile(shared.tiles + q.stage * sizeof(Tile));
+    if (tile.key_tiles == 0) return;
+    barrier_wait(shared.out_full(q.stage), q.phase);
+    store_rows<BLOCK_M, HEAD_DIM_V>(out_map, shared.query + q.stage * Q_BYTES, tile.first_row, tile.head, tile.batch);
+    store_wait();
+    barrier_arrive(shared.q_empty(q.stage));
+  }
+}
+
 // One warpgroup's share of the products.
 __device__ __forceinline__ void scores_product(float (&scores)[BLOCK_N / 2], uint32_t query, uint32_t key) {
 #pragma unroll
@@ -186,25 +204,69 @@ __device__ __forceinline__ void out_product(float (&out)[HEAD_DIM_V / 2], const 
     Wgmma<HEAD_DIM_V>::rs(out, probabilities + 4 * k, moved(value, k * 16 * BOX_ROW_BYTES), k > 0 || accumulate);
 }
 
+// This warp's scores once more, without the rest of its warpgroup: the rare case may be slow.
+__device__ __forceinline__ void warp_scores(float (&scores)[BLOCK_N / 2], uint32_t query, int first_row, uint32_t key) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 2; ++i) scores[i] = 0.0f;
+#pragma unroll 1
+  for (int k = 0; k < HEAD_DIM / 16; ++k) {
+    uint32_t a[4], b[2];
+    load_matrices(a, chunk_address<BLOCK_M>(query, first_row + lane % 16, 2 * k + lane / 16));
+#pragma unroll
+    for (int n = 0; n < BLOCK_N / 8; ++n) {
+      load_matrices(b, chunk_address<BLOCK_N>(key, 8 * n + lane % 8, 2 * k + lane / 8 % 2));
+      warp_product(scores + 4 * n, a, b);
+    }
+  }
+}
+
 __device__ __forceinline__ void pack_probabilities(uint32_t (&packed)[BLOCK_N / 4], const float (&scores)[BLOCK_N / 2]) {
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 4; ++i) packed[i] = pack(scores[2 * i], scores[2 * i + 1]);
 }
 
-// Divides by the row sums and writes 16 bytes per lane: a quad's four lanes exchange groups of 8 columns.
-__device__ __forceinline__ void store(const float (&out)[HEAD_DIM_V / 2], const Softmax& softmax, const Tile& tile,
-                                      int row, int lane, const ForwardParams& params) {
+// The factors that turn `out` into averages, and the logsumexp of the two rows.
+__device__ __forceinline__ void finish(const Softmax& softmax, const Tile& tile, int row, float (&inverse)[2],
+                                       const ForwardParams& params) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int this_row = row + 8 * half;
     const float sum = quad_sum(softmax.sum[half]);
-    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-    const bool inside = this_row < params.seqlen_q;
-    if (WRITE_LSE && inside && lane % 4 == 0) {
+    inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+    const int this_row = row + 8 * half;
+    if (WRITE_LSE && this_row < params.seqlen_q && threadIdx.x % 4 == 0) {
       const int64_t head = (int64_t)tile.batch * params.num_heads + tile.head;
       // log2(sum) + shift is in base 2.
       params.logsumexp[head * params.seqlen_q + this_row] = (__log2f(sum) + softmax.shift[half]) * 0.6931471805599453f;
     }
+  }
+}
+
+// Writes this warp's 16 rows into the place of its query rows, from where `store_tiles` sends them on.
+__device__ __forceinline__ void stage_out(const float (&out)[HEAD_DIM_V / 2], const float (&inverse)[2],
+                                          uint32_t address, int first_row) {
+  const int lane = threadIdx.x % 32;
+  const int row = first_row + lane % 16;  // matrices: rows 0 to 7 and 8 to 15, of two groups of 8 columns
+#pragma unroll
+  for (int group = 0; group < HEAD_DIM_V / 8; group += 2) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = 4 * (group + i / 2) + 2 * (i % 2);
+      words[i] = pack(out[at] * inverse[i % 2], out[at + 1] * inverse[i % 2]);
+    }
+    store_matrices(chunk_address<BLOCK_M>(address, row, group + lane / 16), words);
+  }
+  store_fence();
+}
+
+// Writes the rows to global memory, 16 bytes per lane: a quad's four lanes exchange groups of 8 columns.
+__device__ __forceinline__ void store_out(const float (&out)[HEAD_DIM_V / 2], const float (&inverse)[2],
+                                          const Tile& tile, int row, const ForwardParams& params) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int this_row = row + 8 * half;
     uint8_t* base = (uint8_t*)params.out + 2 * (tile.batch * params.out_stride_batch + tile.head * params.out_stride_head +
                                                 this_row * params.out_stride_row);
 #pragma unroll
@@ -213,11 +275,11 @@ __device__ __forceinline__ void store(const float (&out)[HEAD_DIM_V / 2], const 
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int at = 4 * (group + i) + 2 * half;
-        words[i] = group + i < HEAD_DIM_V / 8 ? pack(out[at] * inverse, out[at + 1] * inverse) : 0;
+        words[i] = group + i < HEAD_DIM_V / 8 ? pack(out[at] * inverse[half], out[at + 1] * inverse[half]) : 0;
       }
       quad_transpose(words, lane);
       const int column = 8 * (group + lane % 4);
-      if (inside && column < params.head_dim_v)
+      if (this_row < params.seqlen_q && column < params.head_dim_v)
         asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(base + 2 * column), "r"(words[0]), "r"(words[1]),
                      "r"(words[2]), "r"(words[3])
                      : "memory");
@@ -225,8 +287,9 @@ __device__ __forceinline__ void store(const float (&out)[HEAD_DIM_V / 2], const 
   }
 }
 
-// The first of the two rows that this thread holds, within its warpgroup's 64.
-__device__ __forceinline__ int row_in_warpgroup() { return 16 * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 4; }
+// The first of this warp's 16 rows within the tile, and of the two that this thread holds.
+__device__ __forceinline__ int row_of_warp() { return 16 * (threadIdx.x / 32 - 4); }
+__device__ __forceinline__ int row_of_thread() { return row_of_warp() + threadIdx.x % 32 / 4; }
 
 __device__ __forceinline__ void consume(const ForwardParams& params, const Shared& shared, int warpgroup) {
   const float scale_log2 = params.softmax_scale_log2;
@@ -249,9 +312,10 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   float scores[BLOCK_N / 2];
   uint32_t probabilities[BLOCK_N / 4];
   Softmax softmax;
+  softmax.reset();
   uint32_t query;            // descriptor of this warpgroup's rows
   int j, full_tiles;         // the current key tile; the first full_tiles ones need no mask
-  int first_row;             // of this warpgroup
+  int tile_row;              // first row of the tile
   bool accumulate;           // false until `out` holds a product of this query tile
 
   // Reads the next query tile, and passes over key tiles that none of the warpgroup's rows sees.
@@ -260,7 +324,8 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     const Tile tile = read_tile(shared.tiles + q.stage * sizeof(Tile));
     j = uniform(tile.key_tiles) - 1;
     if (j < 0) return false;
-    first_row = uniform(tile.first_row) + 64 * warpgroup;
+    tile_row = uniform(tile.first_row);
+    const int first_row = tile_row + 64 * warpgroup;
     query = descriptor(shared.query + q.stage * Q_BYTES + warpgroup * 64 * BOX_ROW_BYTES, 0);
     full_tiles = (IS_CAUSAL ? min(params.seqlen_k, first_row + 1) : params.seqlen_k) / BLOCK_N;
     accumulate = false;
@@ -288,7 +353,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     wgmma_commit();
   };
   const auto mask_scores = [&] {
-    const int last = params.seqlen_k - 1, row = first_row + row_in_warpgroup(), first_key = j * BLOCK_N;
+    const int last = params.seqlen_k - 1, row = tile_row + row_of_thread(), first_key = j * BLOCK_N;
     mask(scores, (IS_CAUSAL ? min(last, row) : last) - first_key, (IS_CAUSAL ? min(last, row + 8) : last) - first_key,
          threadIdx.x % 4);
   };
@@ -316,9 +381,8 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
     pack_probabilities(probabilities, scores);
-    if (named_any(4 + warpgroup, 128, !serves)) {
-      issue_scores();
-      wgmma_wait<0>();
+    if (__any_sync(0xFFFFFFFF, !serves)) {
+      warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(), shared.key + k.stage * K_BYTES);
       if constexpr (masked.value) mask_scores();
       float rescale[2];
       softmax.sum[0] = sum[0];
@@ -341,6 +405,20 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     softmax.restart(scores, scale_log2, rescale);
   };
 
+  const auto finish_tile = [&](const Softmax& done, int q_stage, Tile tile) {
+    if (STAGE_OUT) tile = read_tile(shared.tiles + q_stage * sizeof(Tile));
+    const int row = tile.first_row + row_of_thread();
+    float inverse[2];
+    finish(done, tile, row, inverse, params);
+    if constexpr (STAGE_OUT) {
+      stage_out(out, inverse, shared.query + q_stage * Q_BYTES, row_of_warp());
+      __syncwarp();
+      release(shared.out_full(q_stage));
+    } else {
+      store_out(out, inverse, tile, row, params);
+    }
+  };
+
   if (!begin_tile()) return;
   barrier_wait(shared.k_full(k.stage), k.phase);
   issue_scores();
@@ -354,11 +432,13 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     for (; j >= 0; --j) step(Constant<false>());
 
     // The last product of this query tile runs beside the first one of the next.
-    const Tile tile = read_tile(shared.tiles + q.stage * sizeof(Tile));
+    Tile tile;
+    if (!STAGE_OUT) tile = read_tile(shared.tiles + q.stage * sizeof(Tile));
     const Softmax done = softmax;
     const bool accumulate_last = accumulate;
     const Ring<STAGES> v = k.previous();
-    release(shared.q_empty(q.stage));
+    const int q_stage = q.stage;
+    if (!STAGE_OUT) release(shared.q_empty(q.stage));
     q.advance();
     const bool more = begin_tile();
     accumulate = accumulate_last;
@@ -366,7 +446,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       barrier_wait(shared.v_full(v.stage), v.phase);
       issue_out(v.stage);
       wgmma_wait<0>();
-      store(out, done, tile, tile.first_row + 64 * warpgroup + row_in_warpgroup(), threadIdx.x % 32, params);
+      finish_tile(done, q_stage, tile);
       return;
     }
     barrier_wait(shared.k_full(k.stage), k.phase);
@@ -378,14 +458,15 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     first_softmax();
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
-    store(out, done, tile, tile.first_row + 64 * warpgroup + row_in_warpgroup(), threadIdx.x % 32, params);
+    finish_tile(done, q_stage, tile);
     pack_probabilities(probabilities, scores);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     flash_forward(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
-                  const __grid_constant__ TensorMap value_map, const __grid_constant__ ForwardParams params) {
+                  const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map,
+                  const __grid_constant__ ForwardParams params) {
   // The swizzle counts from multiples of 1024 bytes.
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
@@ -394,10 +475,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefetch_map(query_map);
     prefetch_map(key_map);
     prefetch_map(value_map);
+    prefetch_map(out_map);
     // Stages are filled by one arrival and the copy's bytes, and emptied by one arrival of each consumer warp.
     for (int stage = 0; stage < Q_STAGES; ++stage) {
       barrier_init(shared.q_full(stage), 1);
-      barrier_init(shared.q_empty(stage), 4 * CONSUMERS);
+      barrier_init(shared.q_empty(stage), STAGE_OUT ? 1 : 4 * CONSUMERS);
+      barrier_init(shared.out_full(stage), 4 * CONSUMERS);
     }
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(shared.k_full(stage), 1);
@@ -412,6 +495,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();
     if (threadIdx.x == 0) produce(query_map, key_map, value_map, params, shared);
+    if (STAGE_OUT && threadIdx.x == 32) store_tiles(out_map, shared);
   } else {
     registers_claim<CONSUMER_REGISTERS>();
     consume(params, shared, uniform(threadIdx.x / 128) - 1);

@@ -49,3 +49,38 @@ __device__ __forceinline__ void quad_transpose(uint32_t (&x)[4], int lane) {
     }
   }
 }
+
+// Writes four 8x8 matrices of 16-bit elements held in the accumulator layout; lane l gives the address of row l % 8 of
+// matrix l / 8.
+__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// The reverse: loads 8x8 matrices, row l % 8 of matrix l / 8 from the address that lane l gives.
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[2], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(x[0]), "=r"(x[1])
+               : "r"(address)
+               : "memory");
+}
+
+// One warp's product: d[16, 8] += a[16, 16] b[8, 16]^T, in the layouts of wgmma's accumulators and of load_matrices.
+__device__ __forceinline__ void warp_product(float* d, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+#if IS_BF16
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#else
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#endif
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}

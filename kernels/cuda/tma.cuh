@@ -29,3 +29,19 @@ __device__ __forceinline__ void load_rows(const TensorMap& map, uint32_t destina
   for (int box = 0; box < BOXES; ++box)
     load_box(map, destination + box * ROWS * BOX_ROW_BYTES, barrier, box * BOX_COLUMNS, row, head, batch);
 }
+
+// Stores ROWS rows of all columns, laid out as by load_rows; rows and columns outside the tensor are left out.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_rows(const TensorMap& map, uint32_t source, int row, int head, int batch) {
+#pragma unroll
+  for (int box = 0; box < ceil_div(COLUMNS, BOX_COLUMNS); ++box)
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(source + box * ROWS * BOX_ROW_BYTES), "r"(box * BOX_COLUMNS), "r"(row), "r"(head), "r"(batch)
+                 : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until this thread's stores have read shared memory.
+__device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Makes this thread's writes to shared memory visible to the copy engine, once a barrier has ordered them.
+__device__ __forceinline__ void store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

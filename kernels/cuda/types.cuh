@@ -10,7 +10,7 @@ using uint64_t = unsigned long long;
 #include <cstdint>
 #endif
 
-constexpr float INFINITY_F = __builtin_huge_valf();
+#define INFINITY_F __int_as_float(0x7F800000)
 
 // A tensor map is 128 opaque bytes that the driver encodes (CUtensorMap).
 struct alignas(64) TensorMap {

@@ -29,3 +29,9 @@ template <int ROWS>
 constexpr __device__ int column_group(int k) {
   return k / 4 * ROWS * BOX_ROW_BYTES + k % 4 * 32;
 }
+
+// Address of 8 columns (16 bytes) of a row in a tile of ROWS rows: where the swizzle has put them.
+template <int ROWS>
+__device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int row, int chunk) {
+  return tile + chunk / 8 * ROWS * BOX_ROW_BYTES + row * BOX_ROW_BYTES + ((chunk ^ row) % 8 << 4);
+}
