@@ -342,10 +342,8 @@ def after_failure(entry: Entry, error: BaseException) -> Entry:
 
 def kernel_failures() -> tuple[type[BaseException], ...]:
     """What ops raises where a kernel cannot be had and nothing has run: for `except`, which asks only when it must."""
-    try:
-        from .kernels.triton.launch import KernelUnavailable
-    except ImportError:
-        return (torch.OutOfMemoryError,)
+    from .kernels import KernelUnavailable
+
     return (KernelUnavailable, torch.OutOfMemoryError)
 
 

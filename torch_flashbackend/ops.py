@@ -258,7 +258,7 @@ def _gradients(saved, grad_out, options, needed):
 
 
 def _is_kernel_unavailable(error: BaseException) -> bool:
-    from .kernels.triton.launch import KernelUnavailable
+    from .kernels import KernelUnavailable
 
     return isinstance(error, KernelUnavailable)
 
