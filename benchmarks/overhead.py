@@ -78,7 +78,7 @@ def states(device: torch.device) -> dict[str, Callable[[], contextlib.AbstractCo
     @contextlib.contextmanager
     def taken() -> Iterator[None]:
         before = policy.judge
-        policy.judge = lambda problem: verdict
+        policy.judge = lambda problem, backend: verdict
         decisions.forget()
         try:
             with auto():

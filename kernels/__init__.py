@@ -7,3 +7,7 @@ Installed as ``torch_flashbackend.kernels``. May import torch, triton, and of th
 
 class KernelUnavailable(RuntimeError):
     """A kernel could not be compiled or loaded; nothing was launched: the caller may compute the result otherwise."""
+
+
+launch_counts: dict[str, int] = {}
+"""How often each kernel was launched in this process, by name; those of every launcher."""

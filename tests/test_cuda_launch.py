@@ -54,7 +54,7 @@ def cuda(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(driver, "_get_device", lambda: 0)
     monkeypatch.setattr(driver, "_get_stream", lambda index: 77)
-    monkeypatch.setattr(forward, "_num_sms", lambda index: NUM_SMS)
+    monkeypatch.setattr(forward, "_device", lambda index: ((9, 0), NUM_SMS))
     monkeypatch.setattr(forward, "_plans", {})
     (tmp_path / "forward.cu").write_text("stub")
     monkeypatch.setattr(forward, "SOURCE", tmp_path / "forward.cu")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ... import driver, nvrtc
-from .. import KernelUnavailable
+from .. import KernelUnavailable, launch_counts
 from . import tiles
 from .tiles import Tile
 
@@ -27,8 +27,8 @@ FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "forward.cu"
 ENTRY = "flash_forward"
 MAX_HEAD_DIM = 256
-LAUNCHES = "cuda_forward"
-launch_counts: dict[str, int] = {LAUNCHES: 0}
+
+launch_counts.setdefault(ENTRY, 0)
 
 _LOG2E = math.log2(math.e)
 # Keys and values of the heads in work at one time should fit the L2 cache (50 MB) beside what is written.
@@ -137,8 +137,26 @@ def _headers(folder: Path) -> dict[str, str]:
 
 
 @functools.cache
-def _num_sms(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+def _device(device_index: int) -> tuple[tuple[int, int], int]:
+    """(compute capability, number of multiprocessors)."""
+    properties = torch.cuda.get_device_properties(device_index)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
+def _refusal(query, key, value, softmax_scale: float) -> str:
+    """Why the kernel cannot run this call, whatever routing has said: a compiled graph may get other tensors."""
+    head_dim, head_dim_v = query.size(3), value.size(3)
+    if _device(query.device.index)[0] != (9, 0) or torch.version.hip is not None:
+        return "the Hopper kernels need compute capability 9.0"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"the Hopper kernels compute in float16 and bfloat16, not in {query.dtype}"
+    if head_dim % 8 or head_dim_v % 8 or not 8 <= head_dim <= MAX_HEAD_DIM or not 8 <= head_dim_v <= MAX_HEAD_DIM:
+        return f"the Hopper kernels have no head_dim {head_dim} with value head_dim {head_dim_v}"
+    if not 0.0 < softmax_scale < math.inf:
+        return f"the Hopper kernels need a positive scale, not {softmax_scale}"
+    if not walkable(query, key, value):
+        return "the copy engine cannot walk tensors with such strides"
+    return ""
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
@@ -167,8 +185,9 @@ class Plan:
     __slots__ = ("_config", "_device_index", "_frames", "_function", "_maps", "_params", "specialisation")
 
     def __init__(self, query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float) -> None:
-        if not walkable(query, key, value):
-            raise KernelUnavailable("the copy engine cannot walk tensors with such strides")
+        refusal = _refusal(query, key, value, softmax_scale)
+        if refusal:
+            raise KernelUnavailable(refusal)
         batch, heads, seqlen_q, head_dim = query.shape
         seqlen_k, head_dim_v = value.shape[2:]
         index = self._device_index = query.device.index
@@ -176,7 +195,7 @@ class Plan:
         if key.stride(1) == 0 and value.stride(1) == 0:
             key, value = key[:, :1], value[:, :1]
         kv_heads = key.size(1)
-        num_sms = _num_sms(index)
+        _, num_sms = _device(index)
         spec = self.specialisation = specialise(
             head_dim, head_dim_v, query.dtype, is_causal, write_lse,
             seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=batch * heads, num_sms=num_sms,
@@ -234,7 +253,7 @@ class Plan:
         pointers[0], pointers[1], pointers[2] = query_map[0], key_map[0], value_map[0]
         params.out = out.data_ptr()
         params.logsumexp = None if logsumexp is None else logsumexp.data_ptr()
-        launch_counts[LAUNCHES] += 1
+        launch_counts[ENTRY] += 1
         driver.launch(frame.config, self._function, frame.arguments, self._device_index)
         self._frames.append(frame)
 

@@ -26,7 +26,7 @@ from triton.runtime.driver import driver
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .. import KernelUnavailable
+from .. import KernelUnavailable, launch_counts
 from .tiles import Tile
 
 try:
@@ -42,8 +42,6 @@ _TYPES = {
     torch.bool: "*i1",
     torch.int64: "*i64",
 }
-
-launch_counts: dict[str, int] = {}
 
 
 class TensorMap:
