@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import sys
@@ -10,9 +9,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from test_nvrtc import FakeDriver
+from test_nvrtc import FakeDriver, install_fake_driver
 
-from torch_flashbackend import driver, nvrtc
+from torch_flashbackend import nvrtc
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import forward, tiles
 
@@ -48,19 +47,16 @@ def cuda(monkeypatch, tmp_path):
     """A driver and a compiler that answer without doing anything, and a kernel of one line."""
     fake = FakeDriver()
     fake.compiled = []
-    monkeypatch.setattr(driver, "_library", lambda: fake)
-    monkeypatch.setattr(driver, "_launcher", None)
-    monkeypatch.setattr(driver, "_functions", {})
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(driver, "_get_device", lambda: 0)
-    monkeypatch.setattr(driver, "_get_stream", lambda index: 77)
+    install_fake_driver(monkeypatch, fake)
     monkeypatch.setattr(forward, "_device", lambda index: ((9, 0), NUM_SMS))
     monkeypatch.setattr(forward, "_plans", {})
     (tmp_path / "forward.cu").write_text("stub")
     monkeypatch.setattr(forward, "SOURCE", tmp_path / "forward.cu")
     instructions = ModuleType("instructions")
-    instructions.header = lambda shapes: f"// {shapes}"
+    instructions.HEADER_NAME = "generated.cuh"
+    instructions.header = lambda columns, dtype: f"// {columns} {dtype}"
     monkeypatch.setitem(sys.modules, "torch_flashbackend.kernels.cuda.instructions", instructions)
+    monkeypatch.setattr(sys.modules["torch_flashbackend.kernels.cuda"], "instructions", instructions, raising=False)
 
     def compile(source, **_):
         fake.compiled.append(source)

@@ -360,6 +360,11 @@ class FakeDriver:
         function._obj.value = 4000 + len(self.calls)
         return 0
 
+    def do_cuMemAlloc_v2(self, memory, size):
+        self.allocated = size.value
+        memory._obj.value = 1 << (40 + self.calls.count("cuMemAlloc_v2"))
+        return 0
+
     def do_cuTensorMapEncodeTiled(self, memory, *arguments):
         address = memory.value
         assert address % 64 == 0
@@ -379,15 +384,22 @@ class FakeDriver:
         return 0
 
 
+def install_fake_driver(monkeypatch, fake):
+    """No GPU and no driver: device 0, stream 77, and what the fake answers."""
+    monkeypatch.setattr(driver, "_library", lambda: fake)
+    monkeypatch.setattr(driver, "_launcher", None)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    for cache in ("_functions", "_of_stream", "_unused"):
+        monkeypatch.setattr(driver, cache, {})
+    monkeypatch.setattr(driver, "_is_capturing", lambda: False)
+    monkeypatch.setattr(driver, "current_device", lambda: 0)
+    monkeypatch.setattr(driver, "current_stream", lambda index: 77)
+
+
 @pytest.fixture
 def cuda(monkeypatch):
     fake = FakeDriver()
-    monkeypatch.setattr(driver, "_library", lambda: fake)
-    monkeypatch.setattr(driver, "_launcher", None)
-    monkeypatch.setattr(driver, "_functions", {})
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(driver, "_get_device", lambda: 0)
-    monkeypatch.setattr(driver, "_get_stream", lambda index: 77)
+    install_fake_driver(monkeypatch, fake)
     return fake
 
 
@@ -417,14 +429,14 @@ def test_thread_without_context_gets_one_and_launches_again(cuda):
     cuda.context = 0
     cuda.failures["cuLaunchKernelEx"] = [201]
     config = driver.LaunchConfig((3, 1, 1), (384, 1, 1), 1000)
-    driver.launch(config, ctypes.c_void_p(5), ctypes.c_void_p(6), 0)
+    driver.launch(config, ctypes.c_void_p(5), ctypes.c_void_p(6), 0, 77)
     assert cuda.calls.count("cuLaunchKernelEx") == 2
     assert "cuCtxSetCurrent" in cuda.calls
     assert (cuda.function, cuda.arguments, cuda.config.stream) == (5, 6, 77)
     assert (list(cuda.config.grid), list(cuda.config.block), cuda.config.shared_bytes) == ([3, 1, 1], [384, 1, 1], 1000)
     cuda.failures["cuLaunchKernelEx"] = [1]
     with pytest.raises(driver.DriverError, match="cuLaunchKernelEx"):
-        driver.launch(config, ctypes.c_void_p(5), ctypes.c_void_p(6), 0)
+        driver.launch(config, ctypes.c_void_p(5), ctypes.c_void_p(6), 0, 77)
 
 
 def test_tensor_map_describes_the_tensor(cuda):
@@ -453,3 +465,18 @@ def test_tensor_maps_are_kept_by_address_and_do_not_grow_without_bound(cuda):
         found, _ = maps.get((step + 1) << 12)
         assert ctypes.c_uint64.from_address(found).value == (step + 1) << 12
     assert len(maps._maps) == maps.CAPACITY
+
+
+def test_counters_are_shared_by_a_stream_and_by_nothing_else(cuda, monkeypatch):
+    first = driver.counters(0, 77)
+    assert driver.counters(0, 77) == first
+    assert driver.counters(0, 78) not in (first, driver.counters(1, 77))
+    assert cuda.calls.count("cuMemAlloc_v2") == cuda.calls.count("cuMemsetD8Async") == 2  # one block for each device
+    # What is captured may run beside everything else: each launch has its own.
+    monkeypatch.setattr(driver, "_is_capturing", lambda: True)
+    captured = [driver.counters(0, 77) for _ in range(5000)]
+    assert len({*captured, first}) == 5001
+    assert all(address % 32 == 0 for address in captured)
+    monkeypatch.setattr(driver, "_is_capturing", lambda: False)
+    assert driver.counters(0, 77) == first
+    assert cuda.calls.count("cuMemAlloc_v2") == 4

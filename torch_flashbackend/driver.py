@@ -3,7 +3,8 @@
 May import torch. Imported by the launchers in ``kernels/cuda``. It calls libcuda by ctypes: with every argument but the
 stream and the pointers prepared, a launch costs 0.3 µs of Python, where cuda.bindings packs and unpacks for 2 to 6 µs.
 Private names of torch: ``torch._C._cuda_getCurrentRawStream`` and ``_cuda_getDevice``, which Inductor's generated code
-calls too; ``torch.cuda.current_stream(device).cuda_stream`` and ``current_device()`` are their slow equivalents.
+calls too, and ``_cuda_isCurrentStreamCapturing``; ``torch.cuda.current_stream(device).cuda_stream``,
+``current_device()`` and ``is_current_stream_capturing()`` are their slow equivalents.
 """
 
 from __future__ import annotations
@@ -21,10 +22,21 @@ import torch
 
 from .nvrtc import Binary
 
-__all__ = ["DriverError", "LaunchConfig", "TensorMaps", "bind_context", "launch", "load_function"]
+__all__ = [
+    "DriverError",
+    "LaunchConfig",
+    "TensorMaps",
+    "bind_context",
+    "counters",
+    "current_device",
+    "current_stream",
+    "launch",
+    "load_function",
+]
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _CAPTURE_MODE_RELAXED = 2
+_STREAM_NON_BLOCKING = 1
 _INVALID_CONTEXT = (3, 201)  # CUDA_ERROR_NOT_INITIALIZED: no context in this thread; CUDA_ERROR_INVALID_CONTEXT
 _OUT_OF_MEMORY = 2
 _MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
@@ -33,8 +45,9 @@ _L2_PROMOTION_256B = 3
 
 _Pointer = ctypes.c_void_p
 # Absent on builds without CUDA, where nothing is launched.
-_get_device: Any = getattr(torch._C, "_cuda_getDevice", None)
-_get_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 class DriverError(RuntimeError):
@@ -143,6 +156,8 @@ def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
     _functions.clear()
+    _of_stream.clear()
+    _unused.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -238,20 +253,62 @@ def _encode(
     return data
 
 
+# ------------------------------------------------------------------------------------------------------------- counters
+
+_SLOT_BYTES, _SLOTS = 32, 2048
+_of_stream: dict[tuple[int, int], int] = {}
+_unused: dict[int, list[int]] = {}
+
+
+def counters(device_index: int, stream: int) -> int:
+    """The address of 32 bytes on the device, zero, for a kernel that leaves them so and is launched on this stream.
+
+    The current stream of the current device. Launches on one stream follow each other and share theirs; one that is
+    captured into a graph has its own, since the graph may be replayed beside anything.
+    """
+    if _is_capturing():
+        return _new_slot(device_index)
+    found = _of_stream.get((device_index, stream))
+    if found is None:
+        found = _of_stream[device_index, stream] = _new_slot(device_index)
+    return found
+
+
+def _new_slot(device_index: int) -> int:
+    slots = _unused.setdefault(device_index, [])
+    try:
+        return slots.pop()
+    except IndexError:
+        slots.extend(_allocate_zeros(device_index))
+        return slots.pop()
+
+
+def _allocate_zeros(device_index: int) -> list[int]:
+    """A new block of slots, 64 KB, which is never freed. A stream of its own, so that no capture sees it."""
+    cuda = _library()
+    bind_context(device_index)
+    memory, stream = ctypes.c_uint64(), _Pointer()
+    with _relaxed_capture():
+        size = _SLOTS * _SLOT_BYTES
+        _check("cuMemAlloc", cuda.cuMemAlloc_v2(ctypes.byref(memory), ctypes.c_size_t(size)))
+        _check("cuStreamCreate", cuda.cuStreamCreate(ctypes.byref(stream), _STREAM_NON_BLOCKING))
+        code = cuda.cuMemsetD8Async(memory, ctypes.c_ubyte(0), ctypes.c_size_t(size), stream)
+        _check("cuMemsetD8Async", code or cuda.cuStreamSynchronize(stream))
+        cuda.cuStreamDestroy_v2(stream)
+    return [memory.value + slot * _SLOT_BYTES for slot in range(_SLOTS)]
+
+
 # --------------------------------------------------------------------------------------------------------------- launch
 
 
-def launch(config: Any, function: Any, arguments: Any, device_index: int) -> None:
-    """Launch on the current stream of a device, whichever device is current, and in whichever thread.
+def launch(config: Any, function: Any, arguments: Any, device_index: int, stream: int) -> None:
+    """Launch on a stream of a device, which must be the current one. Any thread.
 
     config: a LaunchConfig, whose stream is set here; function: c_void_p of a CUfunction; arguments: c_void_p of an
     array of pointers to the kernel's parameters. The driver has copied all of these when this returns.
     Raises DriverError.
     """
-    if _get_device() != device_index:
-        with torch.cuda.device(device_index):
-            return launch(config, function, arguments, device_index)
-    config.stream = _get_stream(device_index)
+    config.stream = stream
     launcher = _launcher or _find_launcher()
     code = launcher(ctypes.byref(config), function, arguments, None)
     if code:

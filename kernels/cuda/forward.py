@@ -42,6 +42,7 @@ class ForwardParams(ctypes.Structure):
     _fields_ = [
         ("out", ctypes.c_void_p),
         ("logsumexp", ctypes.c_void_p),  # float32 [B, H, Sq], or null
+        ("counters", ctypes.c_void_p),  # two int32, zero between launches, of nobody else's while this one runs
         ("out_stride_batch", ctypes.c_int64),  # in elements, as all strides
         ("out_stride_head", ctypes.c_int64),
         ("out_stride_row", ctypes.c_int64),
@@ -50,11 +51,12 @@ class ForwardParams(ctypes.Structure):
         ("num_kv_heads", ctypes.c_int32),
         ("seqlen_q", ctypes.c_int32),
         ("seqlen_k", ctypes.c_int32),
+        ("head_dim_v", ctypes.c_int32),  # the tensor's own, where HEAD_DIM_V is the next multiple of 16
         ("num_tiles", ctypes.c_int32),
         ("q_tiles", ctypes.c_int32),  # query tiles of a head
         ("heads_per_group", ctypes.c_int32),  # query heads, counted over the batch, whose keys and values share L2
-        ("softmax_scale_log2", ctypes.c_float),
         ("softmax_scale", ctypes.c_float),
+        ("softmax_scale_log2", ctypes.c_float),
     ]
 
 
@@ -80,6 +82,8 @@ class Specialisation(NamedTuple):
             "NUM_WARPGROUPS": tile.num_warpgroups,
             "STAGES": tile.stages,
             "Q_STAGES": tile.q_stages,
+            "PING_PONG": int(tile.ping_pong),
+            "WAIT_LATE": int(tile.wait_late),
             "IS_CAUSAL": int(self.is_causal),
             "IS_BF16": int(self.is_bf16),
             "WRITE_LSE": int(self.write_lse),
@@ -96,9 +100,10 @@ class Specialisation(NamedTuple):
     @property
     def source(self) -> nvrtc.Source:
         """What to compile."""
-        from .instructions import header
+        from . import instructions
 
-        generated = {"wgmma_generated.cuh": header((self.tile.block_n, self.head_dim_v))}
+        columns, dtype = (self.tile.block_n, self.head_dim_v), "bf16" if self.is_bf16 else "f16"
+        generated = {instructions.HEADER_NAME: instructions.header(columns, dtype)}
         return nvrtc.Source(ENTRY, SOURCE.read_text(), _headers(SOURCE.parent) | generated, self.defines, ARCHITECTURE)
 
     def compile(self) -> nvrtc.Binary:
@@ -227,6 +232,7 @@ class Plan:
             num_kv_heads=kv_heads,
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
+            head_dim_v=head_dim_v,
             num_tiles=num_tiles,
             q_tiles=q_tiles,
             heads_per_group=min(kv_heads_in_l2 * group_size, batch * heads),
@@ -240,6 +246,10 @@ class Plan:
 
     def __call__(self, query, key, value, out, logsumexp) -> None:
         """Launch on the current stream of the tensors' device."""
+        index = self._device_index
+        if driver.current_device() != index:
+            with torch.cuda.device(index):
+                return self(query, key, value, out, logsumexp)
         maps_query, maps_key, maps_value = self._maps
         # These three stay referenced until the driver has copied them.
         query_map = maps_query.get(query.data_ptr())
@@ -253,8 +263,10 @@ class Plan:
         pointers[0], pointers[1], pointers[2] = query_map[0], key_map[0], value_map[0]
         params.out = out.data_ptr()
         params.logsumexp = None if logsumexp is None else logsumexp.data_ptr()
+        stream = driver.current_stream(index)
+        params.counters = driver.counters(index, stream)
         launch_counts[ENTRY] += 1
-        driver.launch(frame.config, self._function, frame.arguments, self._device_index)
+        driver.launch(frame.config, self._function, frame.arguments, index, stream)
         self._frames.append(frame)
 
 

@@ -14,13 +14,16 @@ class Tile:
     """How one specialisation of the forward kernel cuts its work.
 
     block_m: query rows of a tile, 64 for each consumer warpgroup. block_n: keys of a step. stages: key and value tiles
-    in flight. q_stages: query tiles in flight. flags: further macros for the kernel.
+    in flight. q_stages: query tiles in flight. ping_pong: warpgroups take turns at the matrix unit. wait_late: softmax is
+    kept from sinking below the wait for the second product. flags: further macros for the kernel.
     """
 
     block_m: int
     block_n: int
     stages: int = 2
     q_stages: int = 1
+    ping_pong: bool = True
+    wait_late: bool = False
     flags: tuple[tuple[str, int], ...] = field(default=())
 
     @property
@@ -39,8 +42,8 @@ _FORWARD = {
     64: Tile(192, 128),
     96: Tile(128, 128),
     128: Tile(128, 128),
-    192: Tile(128, 96),
-    256: Tile(128, 64),
+    192: Tile(128, 96, ping_pong=False, wait_late=True),
+    256: Tile(128, 64, ping_pong=False, wait_late=True),
 }
 
 
