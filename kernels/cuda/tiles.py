@@ -14,8 +14,8 @@ class Tile:
     """How one specialisation of the forward kernel cuts its work.
 
     block_m: query rows of a tile, 64 for each consumer warpgroup. block_n: keys of a step. stages: key and value tiles
-    in flight. q_stages: query tiles in flight. ping_pong: warpgroups take turns at the matrix unit. wait_late: softmax is
-    kept from sinking below the wait for the second product. flags: further macros for the kernel.
+    in flight. q_stages: query tiles in flight. ping_pong: warpgroups take turns at the matrix unit. wait_late: softmax
+    is kept from sinking below the wait for the second product. flags: further macros for the kernel.
     """
 
     block_m: int
