@@ -44,7 +44,7 @@ def compilations(monkeypatch):
         return f"image of {source.name} {dict(source.headers)} {source.flags}".encode(), "ptxas info: none"
 
     monkeypatch.setattr(nvrtc, "_run_nvrtc", run)
-    monkeypatch.setattr(nvrtc, "_version", lambda: "13.0")
+    monkeypatch.setattr(nvrtc, "version", lambda: "13.0")
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     return names
 
@@ -248,7 +248,7 @@ CHILD = """
 import hashlib, os, sys
 from torch_flashbackend import nvrtc
 nvrtc._run_nvrtc = lambda source: (hashlib.sha256(source.text.encode()).digest() * 20000, "log")
-nvrtc._version = lambda: "13.0"
+nvrtc.version = lambda: "13.0"
 nvrtc.unavailable = lambda: None
 for turn in range(30):
     for answer in range(4):

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import secrets
@@ -24,7 +25,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["CACHE_VARIABLE", "Binary", "CompileError", "Source", "cache_folder", "compile", "forget", "unavailable"]
+__all__ = [
+    "CACHE_VARIABLE",
+    "Binary",
+    "CompileError",
+    "Source",
+    "cache_folder",
+    "compile",
+    "forget",
+    "unavailable",
+    "version",
+]
 
 CACHE_VARIABLE = "TORCH_FLASHBACKEND_CACHE"
 _OPTIONS = ("-std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
@@ -99,7 +110,7 @@ def unavailable() -> str | None:
     except ModuleNotFoundError:
         return "the package cuda-bindings is not installed (CUDA builds of torch bring it)"
     try:
-        _version()
+        version()
     except Exception as error:  # cuda.bindings and its finder of libraries have errors of their own kinds
         reason = (str(error) or type(error).__name__).splitlines()[0]
         return f"NVRTC, CUDA's run-time compiler, cannot be loaded: {reason}"
@@ -107,15 +118,14 @@ def unavailable() -> str | None:
 
 
 @functools.cache
-def _version() -> str:
+def version() -> str:
+    """NVRTC's version, and its package's. Raises what loading it raises."""
     status, major, minor = _nvrtc().nvrtcVersion()
     if int(status):
         raise CompileError(f"nvrtcVersion failed: {status}")
     # The full version: a patch release may generate other code.
     try:
-        from importlib.metadata import version
-
-        return f"{major}.{minor} {version('nvidia-cuda-nvrtc')}"
+        return f"{major}.{minor} {importlib.metadata.version('nvidia-cuda-nvrtc')}"
     except Exception:
         return f"{major}.{minor}"
 
@@ -160,7 +170,7 @@ def compile(source: Source, *, use_cache: bool = True) -> Binary:
     reason = unavailable()
     if reason is not None:
         raise CompileError(reason)
-    key = source.key(_version())
+    key = source.key(version())
     if not use_cache:
         return Binary(key, *_run_nvrtc(source))
     found = _binaries.get(key)
