@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from hooked import sample
+from hooked import hooked, sample
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_flashbackend import decisions, ops, policy, problem, sdpa_backend, stats
+from torch_flashbackend import decisions, kernel_hook, ops, policy, problem, routing, sdpa_backend, stats
 from torch_flashbackend.kernels import KernelUnavailable
 
 OPTIONS = (None, None, 0.0, True, 0.3, "query")
@@ -209,3 +209,23 @@ def test_stats_count_the_cuda_backend(h200, monkeypatch):
     stats.reset_stats()
     assert seen(attention) == [("attention", "cuda")]
     assert stats()["traced"] == {"cuda": {"test": 1}}
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_the_kernel_hook_asks_the_backend_that_was_decided(monkeypatch, backend):
+    asked = []
+    for name in ("_forward", "_backward"):
+        function = getattr(kernel_hook, name)
+        monkeypatch.setattr(kernel_hook, name, lambda *args, f=function, n=name: asked.append((n, args[0])) or f(*args))
+
+    def decide(call, allowed=None):
+        return routing.Decision(backend, "taken for the test", "query")
+
+    tensors = [sample(1, 2, 16, 32, seed=i).half() for i in range(3)]
+    aten = torch.ops.aten
+    with hooked(decide, kernel_key="CPU"):
+        out, logsumexp, *_, seed, offset, _ = aten._scaled_dot_product_flash_attention(*tensors, 0.0, True)
+        aten._scaled_dot_product_flash_attention_backward(
+            torch.ones_like(out), *tensors, out, logsumexp, None, None, 16, 16, 0.0, True, seed, offset
+        )
+    assert asked == [("_forward", backend), ("_backward", backend)]
