@@ -79,18 +79,18 @@ def call(batch=2, heads=4, kv_heads=2, seqlen_q=300, seqlen_k=500, head_dim=72, 
 
 
 def launched(cuda):
-    """(addresses that the three tensor maps hold, the parameters) of the last launch."""
-    pointers = (ctypes.c_uint64 * 4).from_address(cuda.arguments)
-    maps = [ctypes.c_uint64.from_address(pointers[i]).value for i in range(3)]
+    """(addresses that the four tensor maps hold, the parameters) of the last launch."""
+    pointers = (ctypes.c_uint64 * 5).from_address(cuda.arguments)
+    maps = [ctypes.c_uint64.from_address(pointers[i]).value for i in range(4)]
     return maps, forward.ForwardParams.from_buffer_copy(
-        ctypes.string_at(pointers[3], ctypes.sizeof(forward.ForwardParams))
+        ctypes.string_at(pointers[4], ctypes.sizeof(forward.ForwardParams))
     )
 
 
 def test_parameters_of_a_launch(cuda):
     query, key, value, out, logsumexp = call()
     maps, params = launched(cuda)
-    assert maps == [query.data_ptr(), key.data_ptr(), value.data_ptr()]
+    assert maps == [query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()]
     assert (params.out, params.logsumexp) == (out.data_ptr(), logsumexp.data_ptr())
     assert (params.out_stride_batch, params.out_stride_head, params.out_stride_row) == out.stride()[:3]
     assert (params.batch, params.num_heads, params.num_kv_heads) == (2, 4, 2)
@@ -111,9 +111,9 @@ def test_next_call_patches_pointers_alone(cuda):
     before = len(cuda.calls)
     query, key, value, out, _ = call(address=1 << 30)
     maps, params = launched(cuda)
-    assert maps == [query.data_ptr(), key.data_ptr(), value.data_ptr()]
+    assert maps == [query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()]
     assert params.out == out.data_ptr()
-    assert cuda.calls[before:] == ["cuTensorMapReplaceAddress"] * 3 + ["cuLaunchKernelEx"]
+    assert cuda.calls[before:] == ["cuTensorMapReplaceAddress"] * 4 + ["cuLaunchKernelEx"]
     before = len(cuda.calls)
     call(address=1 << 20)
     assert cuda.calls[before:] == ["cuLaunchKernelEx"]
@@ -138,7 +138,7 @@ def test_specialisation_pads_to_the_next_step_of_16(cuda):
     assert (defines["HEAD_DIM"], defines["HEAD_DIM_V"], defines["IS_CAUSAL"], defines["IS_BF16"]) == (192, 128, 1, 1)
     # The map has the tensor's own 72 columns, so that those from 72 to 79 arrive as zeros.
     call(head_dim=72, is_causal=False)
-    assert cuda.encoded[3][0] == 72
+    assert {tensor_map[3][0] for tensor_map in cuda.encodings[-4:]} == {72}
 
 
 def test_expanded_kv_heads_become_one_head(cuda):
@@ -148,7 +148,7 @@ def test_expanded_kv_heads_become_one_head(cuda):
     assert forward.walkable(query, key, value)
     forward.forward(query, key, value, False, 1.0, out, None)
     assert launched(cuda)[1].num_kv_heads == 1
-    assert cuda.encoded[3] == [64, 64, 1, 2]
+    assert [tensor_map[3] for tensor_map in cuda.encodings] == [[64, 64, heads, 2] for heads in (8, 1, 1, 8)]
 
 
 @pytest.mark.parametrize(

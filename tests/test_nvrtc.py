@@ -333,6 +333,7 @@ class FakeDriver:
 
     def __init__(self):
         self.calls = []
+        self.encodings = []
         self.failures = {}
         self.context = 1
 
@@ -368,7 +369,7 @@ class FakeDriver:
     def do_cuTensorMapEncodeTiled(self, memory, *arguments):
         address = memory.value
         assert address % 64 == 0
-        self.encoded = [getattr(a, "value", None) if not hasattr(a, "__len__") else list(a) for a in arguments]
+        self.encodings.append([getattr(a, "value", None) if not hasattr(a, "__len__") else list(a) for a in arguments])
         ctypes.memset(address, 0x5A, 128)
         return 0
 
@@ -442,15 +443,15 @@ def test_thread_without_context_gets_one_and_launches_again(cuda):
 def test_tensor_map_describes_the_tensor(cuda):
     shape, stride = (2, 3, 100, 40), (12_000, 40, 120, 1)
     driver.TensorMaps(torch.bfloat16, shape, stride, 128, 1 << 20, 0)
-    dtype, rank, pointer, dims, strides, box, steps, *modes = cuda.encoded
+    dtype, rank, pointer, dims, strides, box, steps, *modes = cuda.encodings[-1]
     assert (dtype, rank, pointer) == (9, 4, 1 << 20)
     assert dims == [40, 100, 3, 2]
     assert strides == [240, 80, 24_000]  # bytes: rows, heads, batches
     assert (box, steps) == ([64, 128, 1, 1], [1, 1, 1, 1])
     assert modes == [0, 3, 3, 0]
     driver.TensorMaps(torch.float16, (1, 1, 1, 8), (3, 5, 7, 1), 64, 1 << 20, 0)
-    assert cuda.encoded[0] == 6
-    assert cuda.encoded[4] == [16, 16, 16]
+    assert cuda.encodings[-1][0] == 6
+    assert cuda.encodings[-1][4] == [16, 16, 16]
 
 
 def test_tensor_maps_are_kept_by_address_and_do_not_grow_without_bound(cuda):

@@ -175,8 +175,8 @@ class _Frame:
     def __init__(self, config: driver.LaunchConfig, params: ForwardParams) -> None:
         self.config = driver.LaunchConfig.from_buffer_copy(config)
         self.params = ForwardParams.from_buffer_copy(params)
-        self.pointers = (ctypes.c_void_p * 4)()
-        self.pointers[3] = ctypes.addressof(self.params)
+        self.pointers = (ctypes.c_void_p * 5)()
+        self.pointers[4] = ctypes.addressof(self.params)
         self.arguments = ctypes.c_void_p(ctypes.addressof(self.pointers))
 
 
@@ -215,7 +215,7 @@ class Plan:
             self._function = ctypes.c_void_p(driver.load_function(binary, ENTRY, index, spec.shared_bytes))
             self._maps = [
                 driver.TensorMaps(t.dtype, t.shape, t.stride(), rows, t.data_ptr(), index)
-                for t, rows in ((query, tile.block_m), (key, tile.block_n), (value, tile.block_n))
+                for t, rows in ((query, tile.block_m), (key, tile.block_n), (value, tile.block_n), (out, tile.block_m))
             ]
         except (driver.DriverError, OSError) as error:
             raise KernelUnavailable(f"{ENTRY}: {error}") from error
@@ -250,18 +250,20 @@ class Plan:
         if driver.current_device() != index:
             with torch.cuda.device(index):
                 return self(query, key, value, out, logsumexp)
-        maps_query, maps_key, maps_value = self._maps
-        # These three stay referenced until the driver has copied them.
+        maps_query, maps_key, maps_value, maps_out = self._maps
+        out_pointer = out.data_ptr()
+        # These four stay referenced until the driver has copied them.
         query_map = maps_query.get(query.data_ptr())
         key_map = maps_key.get(key.data_ptr())
         value_map = maps_value.get(value.data_ptr())
+        out_map = maps_out.get(out_pointer)
         try:
             frame = self._frames.pop()
         except IndexError:
             frame = _Frame(self._config, self._params)
         pointers, params = frame.pointers, frame.params
-        pointers[0], pointers[1], pointers[2] = query_map[0], key_map[0], value_map[0]
-        params.out = out.data_ptr()
+        pointers[0], pointers[1], pointers[2], pointers[3] = query_map[0], key_map[0], value_map[0], out_map[0]
+        params.out = out_pointer
         params.logsumexp = None if logsumexp is None else logsumexp.data_ptr()
         stream = driver.current_stream(index)
         params.counters = driver.counters(index, stream)
