@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_nvrtc import FakeDriver, install_fake_driver
 
-from torch_flashbackend import nvrtc
+from torch_flashbackend import driver, nvrtc
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import forward, tiles
 
@@ -233,3 +233,23 @@ def test_threads_use_launch_arguments_of_their_own(cuda):
     cuda.do_cuLaunchKernelEx = nested
     call(address=3 << 20)
     assert seen[1] == (3 << 20, 3 << 20)
+
+
+@pytest.mark.parametrize("code", [1, 701])
+def test_launch_that_is_refused_is_a_kernel_unavailable(cuda, code):
+    cuda.failures["cuLaunchKernelEx"] = [code]
+    with pytest.raises(KernelUnavailable, match="cuLaunchKernelEx"):
+        call()
+
+
+def test_error_of_earlier_work_is_the_callers_to_see(cuda):
+    cuda.failures["cuLaunchKernelEx"] = [700]
+    with pytest.raises(driver.DriverError, match="CUresult 700"):
+        call()
+
+
+def test_only_causal_kernels_count_tiles(cuda):
+    call(is_causal=False)
+    assert launched(cuda)[1].counters is None
+    call(is_causal=True)
+    assert launched(cuda)[1].counters % 32 == 0 and launched(cuda)[1].counters > 0

@@ -481,3 +481,12 @@ def test_counters_are_shared_by_a_stream_and_by_nothing_else(cuda, monkeypatch):
     monkeypatch.setattr(driver, "_is_capturing", lambda: False)
     assert driver.counters(0, 77) == first
     assert cuda.calls.count("cuMemAlloc_v2") == 4
+
+
+def test_the_per_thread_default_stream_is_another_one_in_each_thread(cuda):
+    found = [driver.counters(0, 2)]
+    thread = threading.Thread(target=lambda: found.append(driver.counters(0, 2)))
+    thread.start()
+    thread.join()
+    assert len(set(found)) == 2
+    assert driver.counters(0, 2) == found[0]

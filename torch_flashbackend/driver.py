@@ -39,6 +39,8 @@ _CAPTURE_MODE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
 _INVALID_CONTEXT = (3, 201)  # CUDA_ERROR_NOT_INITIALIZED: no context in this thread; CUDA_ERROR_INVALID_CONTEXT
 _OUT_OF_MEMORY = 2
+_REFUSALS = (1, 701)  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+_STREAM_PER_THREAD = 2
 _MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLE_128B = 3
 _L2_PROMOTION_256B = 3
@@ -56,6 +58,11 @@ class DriverError(RuntimeError):
     def __init__(self, what: str, code: int) -> None:
         super().__init__(f"{what} failed: {_error_name(code)}")
         self.code = code
+
+    @property
+    def is_refusal(self) -> bool:
+        """Did a launch fail for what it asked, and not for an error of earlier work that comes to light here?"""
+        return self.code in _REFUSALS
 
 
 class LaunchConfig(ctypes.Structure):
@@ -268,6 +275,8 @@ def counters(device_index: int, stream: int) -> int:
     """
     if _is_capturing():
         return _new_slot(device_index)
+    if stream == _STREAM_PER_THREAD:  # one handle for as many streams as threads
+        stream = -threading.get_ident()
     found = _of_stream.get((device_index, stream))
     if found is None:
         found = _of_stream[device_index, stream] = _new_slot(device_index)

@@ -266,9 +266,15 @@ class Plan:
         params.out = out_pointer
         params.logsumexp = None if logsumexp is None else logsumexp.data_ptr()
         stream = driver.current_stream(index)
-        params.counters = driver.counters(index, stream)
+        if self.specialisation.is_causal:
+            params.counters = driver.counters(index, stream)
         launch_counts[ENTRY] += 1
-        driver.launch(frame.config, self._function, frame.arguments, index, stream)
+        try:
+            driver.launch(frame.config, self._function, frame.arguments, index, stream)
+        except driver.DriverError as error:
+            if error.is_refusal:
+                raise KernelUnavailable(f"{ENTRY}: {error}") from error
+            raise
         self._frames.append(frame)
 
 
