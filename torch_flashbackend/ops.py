@@ -455,7 +455,8 @@ class HopperInference:
     __slots__ = ("_last",)
 
     def __init__(self) -> None:
-        self._last: tuple[float, Any] | None = None
+        # (scale as it was given, plan, is out like query?)
+        self._last: tuple[float | None, Any, bool] | None = None
 
     def __call__(
         self,
@@ -471,16 +472,23 @@ class HopperInference:
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `run`."""
-        if scale is None:
-            scale = query.size(-1) ** -0.5
-        if return_lse or not _torch.unobserved(query) or not (query.numel() and key.numel()):
+        last = self._last
+        if return_lse or not _unobserved(query):
             return run(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, backend="cuda",
                 return_lse=return_lse,
             )  # fmt: skip
-        out = _empty_out(query, value.size(3), layout)
-        last = self._last
         if last is None or last[0] != scale:
-            last = self._last = scale, _hopper().plan(query, key, value, out, False, is_causal, scale)
+            if query.numel() == 0 or key.numel() == 0:
+                return run(query, key, value, None, 0.0, is_causal, scale, layout=layout, backend="cuda")
+            softmax_scale = query.size(-1) ** -0.5 if scale is None else scale
+            out = _empty_out(query, value.size(3), layout)
+            plan = _hopper().plan(query, key, value, out, False, is_causal, softmax_scale)
+            last = self._last = scale, plan, layout == "query" and query.size(3) == value.size(3)
+        else:
+            out = torch.empty_like(query) if last[2] else _empty_out(query, value.size(3), layout)
         last[1](query, key, value, out, None)
         return out
+
+
+_unobserved = _torch.unobserved
