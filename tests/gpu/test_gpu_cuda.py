@@ -359,6 +359,26 @@ def test_results_repeat_bit_by_bit_under_load(hopper_ran, head_dim, is_causal):
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_bits_of_a_sequence_do_not_depend_on_the_rest_of_the_batch(hopper_ran, head_dim, is_causal):
+    """Wherever the tile is the same: no sum crosses sequences, heads or tiles of queries."""
+    from torch_flashbackend.kernels.cuda import tiles
+
+    call = simple_call(8, 4, 700, 900, head_dim, is_causal=is_causal)
+    with hopper_ran():
+        together = call.run()
+        compared = 0
+        for size in (1, 2, 5):
+            shapes = [(head_dim, head_dim, is_causal, 700, 900, batch * 4, 132) for batch in (8, size)]
+            if tiles.choose(*shapes[0]) == tiles.choose(*shapes[1]):
+                alone = Call(call.query[:size], call.key[:size], call.value[:size], is_causal=is_causal).run()
+                assert torch.equal(alone, together[:size])
+                compared += 1
+    if not compared:
+        pytest.skip("here the tile depends on the batch")
+
+
 def test_streams_at_once(hopper_ran):
     """Launches of one plan on several streams do not share what they count tiles with."""
     call = simple_call(2, 8, 1111, head_dim=64, is_causal=True)
@@ -397,6 +417,28 @@ def test_threads_with_streams_of_their_own(plugin):
     for thread in threads:
         thread.join()
     assert not failures, failures[0]
+
+
+def test_thread_whose_first_cuda_call_is_a_launch(plugin):
+    """PyTorch gives such a thread no context where it finds memory in its cache; new addresses need new tensor maps."""
+    calls = [simple_call(1, 4, 300, head_dim=64, is_causal=causal, seed=8) for causal in (False, True)]
+    moved = [simple_call(1, 4, 300, head_dim=64, is_causal=causal, seed=8) for causal in (False, True)]
+    with plugin.sdpa_backend("cuda"):
+        expected = [call.run() for call in calls]
+    torch.cuda.synchronize()
+    results = []
+
+    def work():
+        with plugin.sdpa_backend("cuda"):
+            results.extend(call.run() for call in moved)
+
+    for _ in range(3):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    torch.cuda.synchronize()
+    assert len(results) == 6
+    assert all(torch.equal(result, expected[index % 2]) for index, result in enumerate(results))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
