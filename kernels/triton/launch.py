@@ -26,16 +26,13 @@ from triton.runtime.driver import driver
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .. import KernelUnavailable, launch_counts
 from .tiles import Tile
 
 try:
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 except ImportError:  # a Triton without the NVIDIA backend: no tensor maps there
     TMA_DTYPE_DEVICE_TO_HOST = {}
-
-
-class KernelUnavailable(RuntimeError):
-    """A kernel could not be compiled or loaded; nothing was launched: the caller may compute the result otherwise."""
 
 
 _TYPES = {
@@ -45,8 +42,6 @@ _TYPES = {
     torch.bool: "*i1",
     torch.int64: "*i64",
 }
-
-launch_counts: dict[str, int] = {}
 
 
 class TensorMap:

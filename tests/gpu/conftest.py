@@ -178,7 +178,7 @@ def take_everything(monkeypatch):
     from torch_flashbackend import decisions, policy
 
     verdict = policy.Verdict(True, "test", "taken for a test")
-    monkeypatch.setattr(policy, "judge", lambda problem: verdict)
+    monkeypatch.setattr(policy, "judge", lambda problem, backend: verdict)
     decisions.forget()
     yield
     monkeypatch.undo()
@@ -223,14 +223,15 @@ def check_call(plugin, launched, note) -> Callable[..., dict[str, Tensor]]:
     """Runs a call on our kernels and judges output and gradients against float64 and PyTorch's own kernels."""
 
     def run(
-        call: Call, *, grad: bool = True, automatic: bool = False, tf32: bool = False, kernels=tuple(STOCK_KERNELS)
-    ) -> dict[str, Tensor]:
+        call: Call, *, grad: bool = True, automatic: bool = False, tf32: bool = False, kernels=tuple(STOCK_KERNELS),
+        backend: str = BACKEND,
+    ) -> dict[str, Tensor]:  # fmt: skip
         grad_out = gradient_for(call) if grad else None
         plugin.disable()
         stock = stock_results(call, grad_out, kernels)
         expected = expect(call, grad_out, tf32=tf32)
         plugin.enable()
-        choice = contextlib.nullcontext() if automatic else plugin.sdpa_backend(BACKEND)
+        choice = contextlib.nullcontext() if automatic else plugin.sdpa_backend(backend)
         asked = contextlib.nullcontext() if automatic else launched(_computes(call))
         with choice, asked:
             actual = results_of(call, grad_out)
