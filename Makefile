@@ -89,6 +89,7 @@ gpu-test: $(STAMP)
 lint: $(STAMP)
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
+	$(VENV_BIN)clang-format --dry-run --Werror kernels/cuda/*.cu kernels/cuda/*.cuh
 
 format: $(STAMP)
 	-$(PY) -m ruff check --fix $(SOURCES)

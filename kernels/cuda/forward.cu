@@ -1,22 +1,24 @@
 // Forward attention on Hopper (compute capability 9.0): out = softmax(scale * query key^T) value, and its logsumexp.
 //
 //   for each tile of BLOCK_M query rows that this block owns (persistent grid, longest tiles first):
-//     producer warp:   query tile, then key and value tiles of BLOCK_N rows, by TMA into rings of STAGES buffers
+//     loading warp:    query tile, then key and value tiles of BLOCK_N rows, by TMA into rings of STAGES buffers
 //     each consumer warpgroup, 64 query rows:
-//       S = query key[0]^T; P = softmax(S)
 //       for j = 1 ...:  issue S = query key[j]^T;  issue out += P value[j - 1]
-//                       P' = softmax(S) while the second product runs;  rescale out;  P = P'
-//       out += P value[last];  out /= row sums;  store
+//                       P' = softmax(S) while the second product runs;  P = P'
+//       issue S = query' key'[0]^T of the next tile;  issue out += P value[last]
+//       P = softmax(S) while the second product runs;  out /= row sums, into the buffer of the query
+//     storing warp:    finished outputs from the query buffers to global memory, by TMA
 //
-// Key tiles are visited from the last one that the rows may see to the first, so that masks come first. S, P and out
-// stay in registers. Dao et al., FlashAttention-2 (2023) and Shah et al., FlashAttention-3 (2024) describe the method.
+// So the matrix unit has work across tiles. Key tiles are visited from the last one that the rows may see to the first:
+// masks come first. S, P and out stay in registers. Dao et al., FlashAttention-2 (2023) and Shah et al.,
+// FlashAttention-3 (2024) describe the method; softmax.cuh says why there is no maximum in the loop.
 //
 // Shared memory: Q_STAGES query tiles, STAGES key and STAGES value tiles, each a row of boxes of 64 columns (tma.cuh).
+// With a single query buffer (head_dim above 192) outputs go from registers to global memory.
 // Registers: BLOCK_N / 2 + BLOCK_N / 4 + HEAD_DIM_V / 2 for S, P and out, of 232 with two consumers and 160 with three.
 //
 // Defined by the host (forward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, BLOCK_N, STAGES, Q_STAGES,
-// IS_CAUSAL, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit), WAIT_LATE (softmax is kept from
-// sinking below the wait for the second product).
+// IS_CAUSAL, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
 #include "barrier.cuh"
 #include "softmax.cuh"
 #include "wgmma.cuh"
@@ -37,6 +39,8 @@ constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 // A warpgroup passes over key tiles of the next query tile while it still holds the last value stage of this one.
 static_assert(!IS_CAUSAL || ceil_div(BLOCK_M - 64, BLOCK_N) < STAGES);
+// So the diagonal of a warpgroup's 64 rows lies within one key tile.
+static_assert(!IS_CAUSAL || BLOCK_N % 64 == 0);
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 // With two query buffers the output leaves through its query's; a single one is needed for the next query before.
@@ -130,8 +134,7 @@ __device__ __forceinline__ Tile read_tile(uint32_t address) {
 }
 
 __device__ __forceinline__ void produce(const TensorMap& query_map, const TensorMap& key_map,
-                                        const TensorMap& value_map, const ForwardParams& params,
-                                        const Shared& shared) {
+                                        const TensorMap& value_map, const ForwardParams& params, const Shared& shared) {
   Ring<Q_STAGES> q;
   Ring<STAGES> k, v;
   const int queries_per_kv = params.num_heads / params.num_kv_heads;
@@ -221,7 +224,8 @@ __device__ __forceinline__ void warp_scores(float (&scores)[BLOCK_N / 2], uint32
   }
 }
 
-__device__ __forceinline__ void pack_probabilities(uint32_t (&packed)[BLOCK_N / 4], const float (&scores)[BLOCK_N / 2]) {
+__device__ __forceinline__ void pack_probabilities(uint32_t (&packed)[BLOCK_N / 4],
+                                                   const float (&scores)[BLOCK_N / 2]) {
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 4; ++i) packed[i] = pack(scores[2 * i], scores[2 * i + 1]);
 }
@@ -267,8 +271,8 @@ __device__ __forceinline__ void store_out(const float (&out)[HEAD_DIM_V / 2], co
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int this_row = row + 8 * half;
-    uint8_t* base = (uint8_t*)params.out + 2 * (tile.batch * params.out_stride_batch + tile.head * params.out_stride_head +
-                                                this_row * params.out_stride_row);
+    uint8_t* base = (uint8_t*)params.out + 2 * (tile.batch * params.out_stride_batch +
+                                                tile.head * params.out_stride_head + this_row * params.out_stride_row);
 #pragma unroll
     for (int group = 0; group < HEAD_DIM_V / 8; group += 4) {
       uint32_t words[4];
@@ -288,8 +292,12 @@ __device__ __forceinline__ void store_out(const float (&out)[HEAD_DIM_V / 2], co
 }
 
 // The first of this warp's 16 rows within the tile, and of the two that this thread holds.
-__device__ __forceinline__ int row_of_warp() { return 16 * (threadIdx.x / 32 - 4); }
-__device__ __forceinline__ int row_of_thread() { return row_of_warp() + threadIdx.x % 32 / 4; }
+__device__ __forceinline__ int row_of_warp() {
+  return 16 * (threadIdx.x / 32 - 4);
+}
+__device__ __forceinline__ int row_of_thread() {
+  return row_of_warp() + threadIdx.x % 32 / 4;
+}
 
 __device__ __forceinline__ void consume(const ForwardParams& params, const Shared& shared, int warpgroup) {
   const float scale_log2 = params.softmax_scale_log2;
@@ -313,10 +321,10 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   uint32_t probabilities[BLOCK_N / 4];
   Softmax softmax;
   softmax.reset();
-  uint32_t query;            // descriptor of this warpgroup's rows
-  int j, full_tiles;         // the current key tile; the first full_tiles ones need no mask
-  int tile_row;              // first row of the tile
-  bool accumulate;           // false until `out` holds a product of this query tile
+  uint32_t query;   // descriptor of this warpgroup's rows
+  int j;            // the current key tile
+  int tile_row;     // first row of the tile
+  bool accumulate;  // false until `out` holds a product of this query tile
 
   // Reads the next query tile, and passes over key tiles that none of the warpgroup's rows sees.
   const auto begin_tile = [&] {
@@ -327,7 +335,6 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     tile_row = uniform(tile.first_row);
     const int first_row = tile_row + 64 * warpgroup;
     query = descriptor(shared.query + q.stage * Q_BYTES + warpgroup * 64 * BOX_ROW_BYTES, 0);
-    full_tiles = (IS_CAUSAL ? min(params.seqlen_k, first_row + 1) : params.seqlen_k) / BLOCK_N;
     accumulate = false;
     if (IS_CAUSAL) {
       for (; j >= ceil_div(min(params.seqlen_k, first_row + 64), BLOCK_N); --j) {
@@ -359,7 +366,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   };
 
   // One key tile that is not its query tile's first.
-  const auto step = [&](auto masked) {
+  const auto step = [&] {
     barrier_wait(shared.k_full(k.stage), k.phase);
     take_turn();
     issue_scores();
@@ -369,21 +376,13 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     pass_turn();
     accumulate = true;
     wgmma_wait<1>();
-    if constexpr (masked.value) mask_scores();
     const float sum[2] = {softmax.sum[0], softmax.sum[1]};
     const bool serves = softmax.update(scores, scale_log2);
-#if WAIT_LATE
-    // The sum is never -1; the assembler cannot know it, and so cannot move this wait above the exponentials.
-    asm volatile("{\n.reg .pred p;\nsetp.neu.f32 p, %0, 0fBF800000;\n@p wgmma.wait_group.sync.aligned 0;\n}\n" ::"f"(
-                     softmax.sum[0] + softmax.sum[1])
-                 : "memory");
-#endif
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
     pack_probabilities(probabilities, scores);
     if (__any_sync(0xFFFFFFFF, !serves)) {
       warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(), shared.key + k.stage * K_BYTES);
-      if constexpr (masked.value) mask_scores();
       float rescale[2];
       softmax.sum[0] = sum[0];
       softmax.sum[1] = sum[1];
@@ -399,23 +398,20 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   const auto first_softmax = [&] {
     release(shared.k_empty(k.stage));
     k.advance();
-    if (j >= full_tiles) mask_scores();
+    // Only this tile can hold keys that some rows see and others do not, or the end of the keys.
+    if (IS_CAUSAL || (j + 1) * BLOCK_N > params.seqlen_k) mask_scores();
     float rescale[2];
     softmax.reset();
     softmax.restart(scores, scale_log2, rescale);
   };
 
-  const auto finish_tile = [&](const Softmax& done, int q_stage, Tile tile) {
-    if (STAGE_OUT) tile = read_tile(shared.tiles + q_stage * sizeof(Tile));
-    const int row = tile.first_row + row_of_thread();
-    float inverse[2];
-    finish(done, tile, row, inverse, params);
+  const auto send = [&](const float (&inverse)[2], int q_stage, const Tile& tile) {
     if constexpr (STAGE_OUT) {
       stage_out(out, inverse, shared.query + q_stage * Q_BYTES, row_of_warp());
       __syncwarp();
       release(shared.out_full(q_stage));
     } else {
-      store_out(out, inverse, tile, row, params);
+      store_out(out, inverse, tile, tile.first_row + row_of_thread(), params);
     }
   };
 
@@ -426,15 +422,12 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   first_softmax();
   pack_probabilities(probabilities, scores);
   for (;;) {
-    --j;
-    if constexpr (IS_CAUSAL)
-      for (; j >= full_tiles; --j) step(Constant<true>());
-    for (; j >= 0; --j) step(Constant<false>());
+    for (--j; j >= 0; --j) step();
 
     // The last product of this query tile runs beside the first one of the next.
-    Tile tile;
-    if (!STAGE_OUT) tile = read_tile(shared.tiles + q.stage * sizeof(Tile));
-    const Softmax done = softmax;
+    const Tile tile = read_tile(shared.tiles + q.stage * sizeof(Tile));
+    float inverse[2];
+    finish(softmax, tile, tile.first_row + row_of_thread(), inverse, params);
     const bool accumulate_last = accumulate;
     const Ring<STAGES> v = k.previous();
     const int q_stage = q.stage;
@@ -446,7 +439,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       barrier_wait(shared.v_full(v.stage), v.phase);
       issue_out(v.stage);
       wgmma_wait<0>();
-      finish_tile(done, q_stage, tile);
+      send(inverse, q_stage, tile);
       return;
     }
     barrier_wait(shared.k_full(k.stage), k.phase);
@@ -458,15 +451,16 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     first_softmax();
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
-    finish_tile(done, q_stage, tile);
+    send(inverse, q_stage, tile);
     pack_probabilities(probabilities, scores);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    flash_forward(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
-                  const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map,
-                  const __grid_constant__ ForwardParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __grid_constant__ TensorMap query_map,
+                                                                       const __grid_constant__ TensorMap key_map,
+                                                                       const __grid_constant__ TensorMap value_map,
+                                                                       const __grid_constant__ TensorMap out_map,
+                                                                       const __grid_constant__ ForwardParams params) {
   // The swizzle counts from multiples of 1024 bytes.
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared((uint32_t)__cvta_generic_to_shared(memory));

@@ -79,15 +79,12 @@ class Specialisation(NamedTuple):
             "HEAD_DIM_V": self.head_dim_v,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
-            "NUM_WARPGROUPS": tile.num_warpgroups,
             "STAGES": tile.stages,
             "Q_STAGES": tile.q_stages,
             "PING_PONG": int(tile.ping_pong),
-            "WAIT_LATE": int(tile.wait_late),
             "IS_CAUSAL": int(self.is_causal),
             "IS_BF16": int(self.is_bf16),
             "WRITE_LSE": int(self.write_lse),
-            **dict(tile.flags),
         }
 
     @property
@@ -219,9 +216,6 @@ class Plan:
             ]
         except (driver.DriverError, OSError) as error:
             raise KernelUnavailable(f"{ENTRY}: {error}") from error
-        group_size = heads // kv_heads
-        bytes_per_head = seqlen_k * (head_dim + head_dim_v) * 2
-        kv_heads_in_l2 = max(1, _L2_BYTES // bytes_per_head)
         stride_batch, stride_head, stride_row, _ = out.stride()
         self._params = ForwardParams(
             out_stride_batch=stride_batch,
@@ -235,7 +229,7 @@ class Plan:
             head_dim_v=head_dim_v,
             num_tiles=num_tiles,
             q_tiles=q_tiles,
-            heads_per_group=min(kv_heads_in_l2 * group_size, batch * heads),
+            heads_per_group=_heads_per_group(batch * heads, heads // kv_heads, seqlen_k, head_dim + head_dim_v),
             softmax_scale_log2=softmax_scale * _LOG2E,
             softmax_scale=softmax_scale,
         )
@@ -276,6 +270,19 @@ class Plan:
                 raise KernelUnavailable(f"{ENTRY}: {error}") from error
             raise
         self._frames.append(frame)
+
+
+def _heads_per_group(batch_heads: int, queries_per_kv: int, seqlen_k: int, columns: int) -> int:
+    """How many query heads have their causal tiles in one list, longest first: measured, see NOTES.md.
+
+    As many as have their keys and values in L2 together, so that these are read once; but not so few that all
+    multiprocessors are at one head's longest tiles. Where a tile reads thousands of keys, memory does not bind, and one
+    list of all heads is the most even.
+    """
+    if seqlen_k >= 8192:
+        return batch_heads
+    in_cache = _L2_BYTES // (seqlen_k * columns * 2) * queries_per_kv
+    return min(max(in_cache, 16), batch_heads)
 
 
 def aligned(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

@@ -12,7 +12,9 @@ __device__ __forceinline__ void registers_claim() {
 }
 
 // The same value in all lanes of a warp, and the compiler knows it: it can live in uniform registers.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xFFFFFFFF, x, 0); }
+__device__ __forceinline__ int uniform(int x) {
+  return __shfl_sync(0xFFFFFFFF, x, 0);
+}
 
 // Two float32 rounded to 16 bits, `low` in the lower half.
 __device__ __forceinline__ uint32_t pack(float low, float high) {

@@ -2,11 +2,11 @@
 //
 // An accumulator of N columns is float[N / 2] in a thread: [4 i + e] is column 8 i + 2 (lane % 4) + e % 2 of row e / 2.
 // Scores are kept unscaled. A row's `shift` is a running maximum times scale * log2(e): a probability is
-// exp2(score * scale_log2 - shift), and dividing by the row's sum in the end cancels whatever shift was used (Milakov and
-// Gimelshein, "Online normalizer calculation for softmax", 2018). So the maximum need not be exact, and after the first
-// tile it is not even computed: `update` keeps the shift and adds up the probabilities, as it must do anyway. Where a
-// sum exceeds LARGEST_SUM, some score rose far above the shift, and the tile is done again by `restart`, with its
-// maximum. That is rare, and it spares a quarter of softmax's instructions, which is what binds this kernel.
+// exp2(score * scale_log2 - shift), and dividing by the row's sum in the end cancels whatever shift was used (Milakov
+// and Gimelshein, "Online normalizer calculation for softmax", 2018). So the maximum need not be exact, and after the
+// first tile it is not even computed: `update` keeps the shift and adds up the probabilities, as it must do anyway.
+// Where a sum exceeds LARGEST_SUM, some score rose far above the shift, and the tile is done again by `restart`, with
+// its maximum. That is rare, and it spares a quarter of softmax's instructions, which is what binds this kernel.
 #pragma once
 #include "registers.cuh"
 

@@ -6,7 +6,7 @@ and slices of them are all sm_90.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -14,17 +14,15 @@ class Tile:
     """How one specialisation of the forward kernel cuts its work.
 
     block_m: query rows of a tile, 64 for each consumer warpgroup. block_n: keys of a step. stages: key and value tiles
-    in flight. q_stages: query tiles in flight. ping_pong: warpgroups take turns at the matrix unit. wait_late: softmax
-    is kept from sinking below the wait for the second product. flags: further macros for the kernel.
+    in flight. q_stages: query tiles in flight; with two, outputs leave through the query buffers. ping_pong: warpgroups
+    take turns at the matrix unit.
     """
 
     block_m: int
     block_n: int
-    stages: int = 2
-    q_stages: int = 1
+    stages: int
+    q_stages: int
     ping_pong: bool = True
-    wait_late: bool = False
-    flags: tuple[tuple[str, int], ...] = field(default=())
 
     @property
     def num_warpgroups(self) -> int:
@@ -37,24 +35,38 @@ class Tile:
         return (self.num_warpgroups + 1) * 128
 
 
-# By the largest head_dim: the first row that is at least the call's.
-_FORWARD = {
-    64: Tile(192, 128),
-    96: Tile(128, 128),
-    128: Tile(128, 128),
-    192: Tile(128, 96, ping_pong=False, wait_late=True),
-    256: Tile(128, 64, ping_pong=False, wait_late=True),
-}
-
-
 def choose(
     head_dim: int, head_dim_v: int, is_causal: bool, seqlen_q: int, seqlen_k: int, batch_heads: int, num_sms: int
 ) -> Tile:
-    """The tile for a call; head_dim and head_dim_v are multiples of 16, at most 256."""
+    """The tile for a call; head_dim and head_dim_v are multiples of 16, at most 256.
+
+    Measured on an H200 over batch * seqlen = 16,384; ``NOTES.md`` has the variants. Up to a head_dim of 64 softmax
+    binds and three warpgroups share it best; above, two with more registers. Fewer keys a step waste less of the
+    masked half of diagonal tiles and of a last tile that is not full; more keys a step cost fewer instructions.
+    """
     largest = max(head_dim, head_dim_v)
-    return next(tile for bound, tile in _FORWARD.items() if largest <= bound)
+    if largest <= 64:
+        if is_causal and seqlen_k <= 768:
+            return Tile(128, 64, stages=8, q_stages=2)
+        if is_causal and seqlen_k <= 1536:
+            return Tile(128, 128, stages=4, q_stages=2)
+        return Tile(192, 128, stages=3, q_stages=2)
+    if largest <= 128:
+        if is_causal or seqlen_k <= 768:
+            return Tile(128, 64, stages=5, q_stages=2, ping_pong=False)
+        if 80 < largest <= 96:
+            return Tile(128, 128, stages=2, q_stages=2, ping_pong=False)
+        return Tile(128, 96, stages=3, q_stages=2, ping_pong=False)
+    if largest <= 192:
+        if head_dim_v <= 128:
+            return Tile(128, 64, stages=3, q_stages=2, ping_pong=False)
+        if largest <= 160:
+            return Tile(128, 64, stages=3, q_stages=1, ping_pong=False)
+        return Tile(128, 64, stages=2, q_stages=2, ping_pong=False)
+    return Tile(128, 64, stages=2, q_stages=1, ping_pong=False)
 
 
 def variants(head_dim: int, head_dim_v: int, is_causal: bool) -> tuple[Tile, ...]:
     """Every tile that ``choose`` can give for these head dimensions: what the build tests compile."""
-    return (choose(head_dim, head_dim_v, is_causal, 4096, 4096, 64, 132),)
+    lengths = (512, 1024, 4096)
+    return tuple(dict.fromkeys(choose(head_dim, head_dim_v, is_causal, n, n, 64, 132) for n in lengths))

@@ -13,8 +13,8 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
 __device__ __forceinline__ void load_box(const TensorMap& map, uint32_t destination, uint32_t barrier, int column,
                                          int row, int head, int batch) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
-          destination),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(destination),
       "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
@@ -41,7 +41,11 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, uint32_t source
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 // Waits until this thread's stores have read shared memory.
-__device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void store_wait() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 
 // Makes this thread's writes to shared memory visible to the copy engine, once a barrier has ordered them.
-__device__ __forceinline__ void store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void store_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}

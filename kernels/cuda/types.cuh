@@ -17,11 +17,9 @@ struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 
-// A compile-time value as a function argument.
-template <bool VALUE>
-struct Constant {
-  static constexpr bool value = VALUE;
-};
-
-constexpr __host__ __device__ int round_up(int value, int step) { return (value + step - 1) / step * step; }
-constexpr __host__ __device__ int ceil_div(int value, int step) { return (value + step - 1) / step; }
+constexpr __host__ __device__ int round_up(int value, int step) {
+  return (value + step - 1) / step * step;
+}
+constexpr __host__ __device__ int ceil_div(int value, int step) {
+  return (value + step - 1) / step;
+}

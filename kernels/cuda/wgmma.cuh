@@ -7,8 +7,12 @@
 #include "tma.cuh"
 
 // Orders earlier register accesses before the following products.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 // Waits until at most PENDING of the committed groups are unfinished.
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
@@ -22,7 +26,9 @@ __device__ __forceinline__ uint32_t descriptor(uint32_t address, uint32_t leadin
   return (address >> 4 & 0x3FFF) | (leading >> 4 & 0x3FFF) << 16;
 }
 // The same descriptor `bytes` further on.
-__device__ __forceinline__ uint32_t moved(uint32_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
+__device__ __forceinline__ uint32_t moved(uint32_t descriptor, int bytes) {
+  return descriptor + (bytes >> 4);
+}
 
 // Byte offset of the k-th group of 16 columns in a tile of ROWS rows.
 template <int ROWS>
