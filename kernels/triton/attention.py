@@ -132,8 +132,11 @@ class _Call:
         """How the products of float32 tensors are computed; half types have one way only."""
         if self.family == "gfx942":
             return "ieee"  # Triton knows TF32 on one of AMD's GPUs only, and no three-product form
-        # Three TF32 products give float32's accuracy; one only where the user allowed it.
-        return "tf32" if self.dtype.itemsize == 2 or allow_tf32 else "tf32x3"
+        if self.dtype.itemsize == 2 or allow_tf32:
+            return "tf32"
+        # Three TF32 products give float32's accuracy, but tensor cores cut off what they add up instead of rounding it,
+        # and that error grows with the length of the sum: above 256 it would show.
+        return "ieee" if self.head_dim_padded > 256 else "tf32x3"
 
     def strides(self, names: str, tensor: torch.Tensor, prefix: str = "stride_") -> dict:
         """{stride_xb: ..., ...} of a rank-4 tensor; batch and head strides are always 64 bits wide."""

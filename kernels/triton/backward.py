@@ -24,6 +24,7 @@ from .common import (
     MASK_BOOL,
     MASK_FLOAT,
     MASK_NONE,
+    as_operand,
     dropout_column_key,
     dropout_keep,
     dropout_row_key,
@@ -106,7 +107,8 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, fi
             key_index[None, :], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
             dropout_threshold, dropout_scale, PARTIAL, PARTIAL and CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE,
             DROPOUT)
-        grad_query_tile = tl.dot(grad_scores.to(key_tile.dtype), key_tile, grad_query_tile, input_precision=PRECISION)
+        grad_query_tile = tl.dot(as_operand(grad_scores, key_tile.dtype, PRECISION), key_tile, grad_query_tile,
+                                 input_precision=PRECISION)
     return grad_query_tile
 
 
@@ -185,6 +187,8 @@ def attention_backward_query(
             row_key = 0
         query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM,
                                UNIT_STRIDE, True)
+        query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
+        grad_out_tile = as_operand(grad_out_tile, grad_out.dtype.element_ty, PRECISION)
         grad_query_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         if CAUSAL:
             last = tl.minimum(seqlen_k, first_query + BLOCK_M)
@@ -236,9 +240,10 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
             key_index[:, None], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
             dropout_threshold, dropout_scale, BOUND_KEYS and MASK != MASK_NONE, DIAGONAL, MASK, MASK_PER_KEY,
             MASK_UNIT_STRIDE, DROPOUT)
-        grad_value_tile = tl.dot(kept.to(grad_out_tile.dtype), grad_out_tile, grad_value_tile,
+        grad_value_tile = tl.dot(as_operand(kept, grad_out_tile.dtype, PRECISION), grad_out_tile, grad_value_tile,
                                  input_precision=PRECISION)
-        grad_key_tile = tl.dot(grad_scores.to(query_tile.dtype), query_tile, grad_key_tile, input_precision=PRECISION)
+        grad_key_tile = tl.dot(as_operand(grad_scores, query_tile.dtype, PRECISION), query_tile, grad_key_tile,
+                               input_precision=PRECISION)
     return grad_key_tile, grad_value_tile
 
 
@@ -281,6 +286,8 @@ def attention_backward_key_value(
     key_tile = load_tile(key, first_key, keys, stride_kn, stride_kd, seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
     value_tile = load_tile(value, first_key, keys, stride_vn, stride_vd, seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE,
                            True)
+    key_tile = as_operand(key_tile, key.dtype.element_ty, PRECISION)
+    value_tile = as_operand(value_tile, value.dtype.element_ty, PRECISION)
     grad_key_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_value_tile = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     # Causal: one loop that compares everywhere beats a loop for the diagonal and one for the rest (11% at head_dim
@@ -363,11 +370,13 @@ def attention_backward_mask(
                                seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
         key_tile = load_tile(key + batch * stride_kb + kv_head * stride_kh, first_key, keys, stride_kn, stride_kd,
                              seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
+        query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
         value_tile = load_tile(value + batch * stride_vb + kv_head * stride_vh, first_key, keys, stride_vn, stride_vd,
                                seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
         grad_out_tile = load_tile(grad_out + batch * stride_gb + head * stride_gh, first_query, rows, stride_gm,
                                   stride_gd, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
+        grad_out_tile = as_operand(grad_out_tile, grad_out.dtype.element_ty, PRECISION)
         grad_probabilities = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
         position = head_index.to(tl.int64) * padded_q + query_index
         high, low, delta = _load_statistics(statistics, plane, position[:, None], HAS_LOW)

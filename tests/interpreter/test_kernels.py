@@ -15,6 +15,7 @@ import math
 import os
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
+
+from triton._C.libtriton import ir
+from triton.runtime import interpreter
 
 from torch_flashbackend import ops, reference
 from torch_flashbackend.kernels.triton import attention, launch
@@ -74,7 +78,9 @@ class Ran:
     logsumexp: Tensor
 
 
-def run(call: Call, grad_out: Tensor | None = None, *, dropout_p: float = 0.0, seed: Tensor = SEED, new=None) -> Ran:
+def run(
+    call: Call, grad_out: Tensor | None = None, *, dropout_p: float = 0.0, seed: Tensor = SEED, tf32=False, new=None
+) -> Ran:
     """Forward and, with grad_out, backward. `new(shape, like)` makes the tensors that the kernels must fill."""
     query, key, value, mask, scale = call.query, call.key, call.value, rank_4(call.attn_mask), call.softmax_scale
     new = new or (lambda shape, like: torch.full(shape, NAN, dtype=like.dtype))
@@ -83,12 +89,12 @@ def run(call: Call, grad_out: Tensor | None = None, *, dropout_p: float = 0.0, s
     logsumexp = torch.full((2,) * float_mask + query.shape[:3], NAN)
     options = dropout_p, call.is_causal, scale
     seed = seed if dropout_p else None
-    attention.forward(query, key, value, mask, seed, *options, out, logsumexp, False)
+    attention.forward(query, key, value, mask, seed, *options, out, logsumexp, tf32)
     results = {"out": out}
     if grad_out is not None:
         grads = [new(t.shape, t) for t in (query, key, value)]
         grad_mask = attention.backward(
-            grad_out, query, key, value, mask, out, logsumexp, seed, *options, *grads, call.mask_grad, False
+            grad_out, query, key, value, mask, out, logsumexp, seed, *options, *grads, call.mask_grad, tf32
         )
         results |= dict(zip(("query", "key", "value"), grads))
         assert (grad_mask is not None) == call.mask_grad
@@ -102,7 +108,7 @@ def run_and_check(call: Call, **options) -> dict[str, Tensor]:
     """Forward and backward within the tolerance of `common`; the results by name."""
     grad_out = gradient_for(call)
     results = run(call, grad_out, **options).results
-    check(results, expect(call, grad_out), None, call.describe())
+    check(results, expect(call, grad_out, tf32=options.get("tf32", False)), None, call.describe())
     return results
 
 
@@ -122,6 +128,47 @@ def use_multiprocessors(monkeypatch, count: int) -> None:
 def _plans_of_this_test():
     yield
     attention._plans.clear()
+
+
+# ----------------------------------------------------------------------------------------------------------------- TF32
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    """Products as tensor cores make them where TF32 is allowed: of each operand the last 13 bits do not count."""
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def cut(operand):
+        bits = np.ascontiguousarray(operand.data).view(np.int32)
+        return interpreter.TensorHandle((bits & -0x2000).view(np.float32), operand.dtype)
+
+    def create(self, left, right, accumulator, precision, *rest):
+        assert precision == ir.INPUT_PRECISION.TF32
+        return create_dot(self, cut(left), cut(right), accumulator, precision, *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create)
+
+
+@pytest.mark.parametrize("kind", ["dense", "causal", "float"])
+def test_tf32_operands_in_registers_are_rounded_to_nearest(tensor_cores, kind):
+    """With all of them cut off instead, errors of one sign add up to more than twice what rounding makes."""
+    mask = random_mask("float32", B, H, 128, 128) if kind == "float" else None
+    options = {"is_causal": kind == "causal", "attn_mask": mask, "mask_grad": kind == "float"}
+    call = sample(seqlen_q=128, seqlen_k=128, head_dim=64, dtype=SINGLE, **options)
+    run_and_check(call, tf32=True)
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000])
+def test_rounding_to_tf32_keeps_nan(tensor_cores, bits):
+    """A carry would make a number of a NaN with all bits set, which is the one that GPUs make."""
+    call = sample(dtype=SINGLE)
+    for name in ("query", "value"):
+        tensor = getattr(call, name).clone()
+        tensor.view(torch.int32)[0, 1, 3, 5] = bits
+        results = run(dataclasses.replace(call, **{name: tensor}), gradient_for(call), tf32=True).results
+        out = results["out"][0, 1]
+        assert bool((out[3] if name == "query" else out[:, 5]).isnan().all())
+        assert bool(results["key"][0, 1].isnan().all()) and not bool(results["key"][0, 0].isnan().any())
 
 
 # ----------------------------------------------------------------------------------------------------------- dimensions
