@@ -282,6 +282,8 @@ class _BackwardPlan:
             key_strides |= call.strides("dvb dvh dvn dvd", grad_value)
             bounds = {"BOUND_QUERIES": call.seqlen_q % tile.block_m != 0}
             bounds |= {"BOUND_KEYS": call.seqlen_k % tile.block_n != 0}
+            rows = call.seqlen_q * (call.heads // call.kv_heads)
+            bounds |= {"LONG_SUM": rows > 4 * backward_kernels.SUM_ROWS.value}
             self.key_value = call.launch(
                 backward_kernels.attention_backward_key_value,
                 math.ceil(call.seqlen_k / tile.block_n) * call.batch * call.kv_heads, tile, pointers, key_strides,

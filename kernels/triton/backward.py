@@ -34,6 +34,9 @@ from .common import (
     stream_tile,
 )
 
+# A multiple of every BLOCK_M. After as many rows the error of cutting off is a tenth of bfloat16's rounding.
+SUM_ROWS = tl.constexpr(2**16)
+
 
 @triton.jit
 def _load_statistics(statistics, plane, position, HAS_LOW: tl.constexpr):
@@ -261,9 +264,14 @@ def attention_backward_key_value(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
-    HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, LONG_SUM: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics."""
+    """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics.
+
+    LONG_SUM: no more than SUM_ROWS rows are added up in the tensor cores at a time. They cut off instead of rounding,
+    which after eight million rows would be 1% of the result.
+    """
     num_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     program = tl.program_id(0)
     kv_index = program // num_tiles
@@ -293,7 +301,16 @@ def attention_backward_key_value(
     # Causal: one loop that compares everywhere beats a loop for the diagonal and one for the rest (11% at head_dim
     # 128), which share their registers badly.
     first = first_key // BLOCK_M * BLOCK_M if CAUSAL else 0
-    for member in range(group_size):
+    num_parts = tl.cdiv(seqlen_q - first, SUM_ROWS) if LONG_SUM else 1
+    for item in range(group_size * num_parts):
+        member = item // num_parts
+        begin, end = first, seqlen_q
+        grad_key_part, grad_value_part = grad_key_tile, grad_value_tile
+        if LONG_SUM:
+            begin = first + item % num_parts * SUM_ROWS
+            end = tl.minimum(begin + SUM_ROWS, seqlen_q)
+            grad_key_part = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+            grad_value_part = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         head_index = kv_index * group_size + member
         head = kv_head * group_size + member
         head_query = query if TMA else query + (batch * stride_qb + head * stride_qh)
@@ -301,12 +318,16 @@ def attention_backward_key_value(
         head_mask = mask + (batch * stride_mb + head * stride_mh) if MASK != MASK_NONE else mask
         head_statistics = statistics + head_index.to(tl.int64) * padded_q
         column_key = dropout_column_key(seed, key_index, head_index)[:, None] if DROPOUT else 0
-        grad_key_tile, grad_value_tile = _visit_queries(
-            grad_key_tile, grad_value_tile, key_tile, value_tile, first, seqlen_q, key_index, column_key, head_query,
+        grad_key_part, grad_value_part = _visit_queries(
+            grad_key_part, grad_value_part, key_tile, value_tile, begin, end, key_index, column_key, head_query,
             head_mask, batch, head, seed, head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd,
             stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK, MASK_PER_KEY,
             MASK_UNIT_STRIDE, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+        if LONG_SUM:
+            grad_key_part += grad_key_tile
+            grad_value_part += grad_value_tile
+        grad_key_tile, grad_value_tile = grad_key_part, grad_value_part
     store_tile(grad_key, grad_key_tile * out_scale, first_key, keys, stride_dkn, stride_dkd, seqlen_k, BLOCK_D,
                HEAD_DIM, UNIT_STRIDE)
     store_tile(grad_value, grad_value_tile, first_key, keys, stride_dvn, stride_dvd, seqlen_k, BLOCK_DV, HEAD_DIM_V,

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
+import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
@@ -36,6 +37,7 @@ from common import (
     Call,
     attention_float64,
     check,
+    error_of,
     expect,
     gradient_for,
     mask_of_kind,
@@ -156,6 +158,43 @@ def test_tf32_operands_in_registers_are_rounded_to_nearest(tensor_cores, kind):
     options = {"is_causal": kind == "causal", "attn_mask": mask, "mask_grad": kind == "float"}
     call = sample(seqlen_q=128, seqlen_k=128, head_dim=64, dtype=SINGLE, **options)
     run_and_check(call, tf32=True)
+
+
+@pytest.fixture
+def sums_of_32_rows(monkeypatch):
+    """The gradients of key and value are added up 32 rows at a time, as they are 2**16 at a time in long sequences."""
+    use_tiles(monkeypatch, 16, 16)
+    monkeypatch.setattr(attention.backward_kernels, "SUM_ROWS", tl.constexpr(32))
+
+
+@pytest.mark.parametrize(("kind", "seqlen_q"), [("dense", 192), ("causal", 199), ("bool", 129), ("grouped", 130)])
+def test_long_sums_in_parts(sums_of_32_rows, kind, seqlen_q):
+    mask = random_mask("bool", 1, H, seqlen_q, SK) if kind == "bool" else None
+    options = {"attn_mask": mask, "is_causal": kind == "causal", "kv_heads": 1 if kind == "grouped" else H}
+    run_and_check(sample(batch=1, seqlen_q=seqlen_q, dtype=HALF, **options))
+
+
+def test_long_sums_in_parts_lose_less_where_sums_are_cut_off(monkeypatch, request):
+    """Sums cut off after 12 bits show at 512 rows what tensor cores, with 24, show at millions."""
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def create(self, *arguments):
+        total = create_dot(self, *arguments)
+        bits = np.ascontiguousarray(total.data).view(np.int32)
+        return interpreter.TensorHandle((bits & -0x1000).view(np.float32), total.dtype)
+
+    call = sample(batch=1, heads=1, seqlen_q=512, seqlen_k=16, dtype=HALF)
+    grad_out = gradient_for(call)
+    expected = expect(call, grad_out).values
+    use_tiles(monkeypatch, 16, 16)
+    exact = run(call, grad_out).results
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create)
+    whole = run(call, grad_out).results
+    request.getfixturevalue("sums_of_32_rows")
+    parts = run(call, grad_out).results
+    for name in ("key", "value"):
+        errors = [error_of(results[name], expected[name]).norm for results in (exact, parts, whole)]
+        assert errors[0] < errors[1] < errors[2] / 2, name
 
 
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000])
