@@ -62,7 +62,7 @@ class TensorMap:
         outer = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
         strides = [stride if size > 1 else 16 for size, stride in outer]
         self._strides = [*strides, 1]
-        self._encoded: dict[int, Any] = {}
+        self._encoded: dict[int, tuple] = {}
 
     @staticmethod
     def accepts(tensor: torch.Tensor) -> bool:
@@ -92,15 +92,15 @@ class TensorMap:
         before = layout["swizzle"], layout["elem_size"], kind, layout["block_size"], self._shape, self._strides, 0
         self._encode = lambda pointer: fill(pointer, *before)
 
-    def arguments(self, pointer: int, device_index: int) -> list:
-        """The nine launch arguments for a tensor at this address; maps of recent addresses are kept (1.5 us each)."""
-        encoded = self._encoded.get(pointer)
-        if encoded is None:
+    def arguments(self, pointer: int, device_index: int) -> tuple:
+        """The nine launch arguments for a tensor at this address; those of recent addresses are kept (1.5 us each)."""
+        arguments = self._encoded.get(pointer)
+        if arguments is None:
             if len(self._encoded) >= 64:
                 self._encoded.clear()
             _bind_context(device_index)
-            encoded = self._encoded[pointer] = self._encode(pointer)
-        return [encoded, *self._shape, *self._strides]
+            arguments = self._encoded[pointer] = (self._encode(pointer), *self._shape, *self._strides)
+        return arguments
 
 
 _thread = threading.local()

@@ -819,6 +819,46 @@ def test_a_plan_is_used_again_and_takes_the_new_tensors():
     assert all(attention._plans[key] is plan for key, plan in plans.items())
 
 
+@pytest.mark.parametrize("kind", ["dense", "mask"])
+def test_recent_plans_are_found_for_calls_like_theirs_alone(monkeypatch, kind):
+    looked_up = []
+    look_up = attention._plans.look_up
+    monkeypatch.setattr(
+        attention._plans, "look_up", lambda *given: looked_up.append(1) or look_up(*given), raising=False
+    )
+
+    def misses(call: Call, grad_out: Tensor | None = None) -> int:
+        looked_up.clear()
+        grad_out = gradient_for(call) if grad_out is None else grad_out
+        check(run(call, grad_out).results, expect(call, grad_out), None, call.describe())
+        return len(looked_up)
+
+    mask = random_mask("float32", B, H, SQ, SK) if kind == "mask" else None
+    call = sample(dtype=SINGLE, attn_mask=mask)
+    assert misses(call) == 2
+    assert misses(call) == 0
+    assert misses(dataclasses.replace(call, scale=0.3)) == 2
+    assert misses(sample(dtype=SINGLE, attn_mask=mask, seqlen_q=SQ)) == 0
+    for layout in ("bshd", "unaligned", "odd_strides"):
+        assert misses(sample(dtype=SINGLE, attn_mask=mask, layout=layout)) == 2, layout
+    assert misses(sample(dtype=HALF, attn_mask=mask)) == 2
+    expanded = torch.ones(()).expand(gradient_for(call).shape)
+    assert misses(call, expanded) == 1  # the backward
+    if mask is not None:
+        assert misses(dataclasses.replace(call, mask_grad=True)) == 1
+        assert misses(dataclasses.replace(call, attn_mask=mask[:1])) == 2
+    assert misses(call) == 0
+
+
+def test_calls_that_take_turns_find_their_plans(monkeypatch):
+    """More of them than are recent: the dictionary has the others."""
+    monkeypatch.setattr(attention, "_MAX_RECENT", 3)
+    calls = [sample(batch=1, heads=1, seqlen_q=length, dtype=SINGLE) for length in range(4, 7)]
+    for call in calls * 3:
+        run_and_check(call)
+    assert len(attention._plans) == 6 and len(attention._plans._recent) == 3
+
+
 def test_launches_are_counted():
     call = sample(dtype=HALF, attn_mask=random_mask("float32", 1, 1, SQ, SK), mask_grad=True)
     run(call, gradient_for(call))
