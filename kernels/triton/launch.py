@@ -103,6 +103,8 @@ class TensorMap:
         return arguments
 
 
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _thread = threading.local()
 
 
@@ -149,8 +151,8 @@ class Launch:
     its tensors launches on the current stream of their device; no other work is done.
     """
 
-    __slots__ = ("_description", "_device_index", "_fixed", "_grid", "_interpreted", "_maps", "_reversed_maps", "_run",
-                 "compiled", "name")
+    __slots__ = ("_absent", "_arguments", "_description", "_device_index", "_fixed", "_grid", "_interpreted", "_maps",
+                 "_num_tensors", "_run", "compiled", "name")
 
     def __init__(self, kernel, grid: int, pointers: dict[str, torch.Tensor | None], scalars: dict[str, tuple[str, Any]],
                  constants: dict[str, Any], divisors: dict[str, int], tile: Tile, maps: dict[str, TensorMap]):
@@ -166,7 +168,8 @@ class Launch:
         types = {name: "constexpr" if tensor is None else _TYPES[tensor.dtype] for name, tensor in pointers.items()}
         types |= {name: tensor_map.type for name, tensor_map in maps.items()}
         self._maps = sorted((kernel.arg_names.index(name), tensor_map) for name, tensor_map in maps.items())
-        self._reversed_maps = self._maps[::-1]  # from the last on, each replaced in place by its nine arguments
+        self._num_tensors = len(pointers)
+        self._absent = {number for number, tensor in enumerate(pointers.values()) if tensor is None}
         types |= {name: kind for name, (kind, _) in scalars.items()} | dict.fromkeys(constants, "constexpr")
         absent = {name: None for name, tensor in pointers.items() if tensor is None}
         self._description = kernel, types, absent | constants, divisors, tile
@@ -187,6 +190,7 @@ class Launch:
                 self.compiled = self.compile(device_target(device))
                 self.compiled.run  # noqa: B018  loads the binary; raises where it does not fit the device
                 self._run = self._direct_launcher()
+            self._arguments = self._packer()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -231,15 +235,24 @@ class Launch:
             self._launch_described(tensors)
             return
         index = self._device_index
-        arguments = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        for position, tensor_map in self._reversed_maps:
-            arguments[position : position + 1] = tensor_map.arguments(arguments[position], index)
-        arguments += self._fixed
-        if torch._C._cuda_getDevice() == index:
-            self._run(torch._C._cuda_getCurrentRawStream(index), arguments)
+        arguments = self._arguments(*tensors)
+        if _current_device() == index:
+            self._run(_current_stream(index), arguments)
         else:
             with torch.cuda.device(index):
-                self._run(torch._C._cuda_getCurrentRawStream(index), arguments)
+                self._run(_current_stream(index), arguments)
+
+    def _packer(self):
+        """A function of the tensors that returns all launch arguments; made for this launch, no loop (1 us less)."""
+        maps = dict(self._maps)
+        names = [f"tensor_{number}" for number in range(self._num_tensors)]
+        values = []
+        for number, name in enumerate(names):
+            value = "None" if number in self._absent else f"{name}.data_ptr()"
+            values.append(f"*map_{number}({value}, index)" if number in maps else value)
+        scope = {f"map_{number}": tensor_map.arguments for number, tensor_map in maps.items()}
+        scope |= {"index": self._device_index, "fixed": self._fixed}
+        return eval(f"lambda {', '.join(names)}: ({', '.join(values)}, *fixed)", scope)
 
     def _launch_described(self, tensors) -> None:
         """The slow way, which the interpreter and profilers (Triton's launch hooks) understand."""
