@@ -187,10 +187,18 @@ def test_tiles_fit_the_multiprocessor(head_dim, is_causal):
         assert tile.num_threads <= 512
 
 
-def test_heads_in_work_share_the_l2_cache(cuda):
-    call(batch=4, heads=8, kv_heads=4, seqlen_k=65536, head_dim=128)
-    # Keys and values of one head, 65,536 x 128 in bfloat16, are 32 MB; two query heads share them.
-    assert launched(cuda)[1].heads_per_group == 2
+@pytest.mark.parametrize(
+    ("seqlen_k", "expected"),
+    [
+        (2048, 64),  # keys and values of one head, 2,048 x 128 in bfloat16, are 1 MB; two query heads share them
+        (8000, 16),  # 8 fit, but all multiprocessors would be at the longest tiles of few heads
+        (8192, 80),  # all
+        (64, 80),
+    ],
+)
+def test_heads_whose_tiles_stand_in_one_list(cuda, seqlen_k, expected):
+    call(batch=10, heads=8, kv_heads=4, seqlen_k=seqlen_k, head_dim=128)
+    assert launched(cuda)[1].heads_per_group == expected
 
 
 def test_what_fails_once_is_not_tried_again(cuda, monkeypatch):

@@ -130,21 +130,31 @@ def _attention_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_ca
 
 def _attention_forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout,
                             backend="triton"):  # fmt: skip
-    logsumexp = torch.empty(_logsumexp_shape(query, attn_mask), dtype=torch.float32, device=query.device)
+    batch, heads, seqlen_q, _ = query.shape
+    pitch = seqlen_q or 1  # as of an empty tensor in PyTorch
+    plane = (heads or 1) * pitch
+    shape: tuple[int, ...] = (batch, heads, seqlen_q)
+    strides: tuple[int, ...] = (plane, pitch, 1)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        shape, strides = (2, *shape), ((batch or 1) * plane, *strides)
+    logsumexp = _torch.empty_float32(query, shape, strides)
     out = _forward_cuda(
         query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend, logsumexp
     )  # fmt: skip
     return out, logsumexp
 
 
-def _attention_backward_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal,
-                             scale, output_mask, backend="triton"):  # fmt: skip
-    # The Hopper kernels have no backward: both backends run Triton's.
+def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale,
+                    output_mask, backend="triton"):  # fmt: skip
+    """What the operator returns, with None for each gradient not asked for.
+
+    The Hopper kernels have no backward: both backends run Triton's.
+    """
     needs_query, needs_key, needs_value, needs_mask = output_mask
     if query.numel() == 0 or key.numel() == 0 or out.numel() == 0:
         likes = (query, key, value, attn_mask)
         return tuple(
-            _empty_gradient(like, index).zero_() if wanted else query.new_empty(0)
+            _empty_gradient(like, index).zero_() if wanted else None
             for index, (like, wanted) in enumerate(zip(likes, output_mask, strict=True))
         )
     grad_query = torch.empty_like(query) if needs_query else None
@@ -159,10 +169,10 @@ def _attention_backward_cuda(grad_out, query, key, value, attn_mask, out, logsum
         grad_key, grad_value, needs_mask, allow_tf32,
     )  # fmt: skip
     return (
-        grad_query if needs_query else query.new_empty(0),
-        grad_key if needs_key else query.new_empty(0),
-        grad_value if needs_value else query.new_empty(0),
-        grad_mask.view(attn_mask.shape) if needs_mask else query.new_empty(0),
+        grad_query,
+        grad_key if needs_key else None,
+        grad_value if needs_value else None,
+        grad_mask.view(attn_mask.shape) if needs_mask else None,
     )
 
 
@@ -180,6 +190,11 @@ def _with_triton_to_fall_back_on(implementation):
         return implementation(*arguments[:-1])
 
     return call
+
+
+def _attention_backward_cuda(grad_out, query, *arguments):
+    grads = _gradients_cuda(grad_out, query, *arguments)
+    return tuple(query.new_empty(0) if grad is None else grad for grad in grads)
 
 
 # ---------------------------------------------------------------------------------------------------------- CPU and MPS
@@ -272,7 +287,7 @@ def _gradients(saved, grad_out, options, needed):
         return tuple(next(grads) if wanted else None for wanted in needed)
     try:
         grads = _below_autograd(
-            _attention_backward, _attention_backward_cuda,
+            _attention_backward, _gradients_cuda,
             grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, needed,
             backend,
         )  # fmt: skip
@@ -287,7 +302,7 @@ def _gradients(saved, grad_out, options, needed):
         check_gradients(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, grad_out, wanted_three
         )  # fmt: skip
-    return tuple(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True))
+    return tuple([grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)])
 
 
 def _below_autograd(operator, implementation, tensor, *arguments):

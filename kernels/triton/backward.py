@@ -24,6 +24,7 @@ from .common import (
     MASK_BOOL,
     MASK_FLOAT,
     MASK_NONE,
+    as_operand,
     dropout_column_key,
     dropout_keep,
     dropout_row_key,
@@ -32,6 +33,9 @@ from .common import (
     store_tile,
     stream_tile,
 )
+
+# A multiple of every BLOCK_M. After as many rows the error of cutting off is a tenth of bfloat16's rounding.
+SUM_ROWS = tl.constexpr(2**16)
 
 
 @triton.jit
@@ -106,7 +110,8 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, fi
             key_index[None, :], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
             dropout_threshold, dropout_scale, PARTIAL, PARTIAL and CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE,
             DROPOUT)
-        grad_query_tile = tl.dot(grad_scores.to(key_tile.dtype), key_tile, grad_query_tile, input_precision=PRECISION)
+        grad_query_tile = tl.dot(as_operand(grad_scores, key_tile.dtype, PRECISION), key_tile, grad_query_tile,
+                                 input_precision=PRECISION)
     return grad_query_tile
 
 
@@ -185,6 +190,8 @@ def attention_backward_query(
             row_key = 0
         query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM,
                                UNIT_STRIDE, True)
+        query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
+        grad_out_tile = as_operand(grad_out_tile, grad_out.dtype.element_ty, PRECISION)
         grad_query_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         if CAUSAL:
             last = tl.minimum(seqlen_k, first_query + BLOCK_M)
@@ -236,9 +243,10 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
             key_index[:, None], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
             dropout_threshold, dropout_scale, BOUND_KEYS and MASK != MASK_NONE, DIAGONAL, MASK, MASK_PER_KEY,
             MASK_UNIT_STRIDE, DROPOUT)
-        grad_value_tile = tl.dot(kept.to(grad_out_tile.dtype), grad_out_tile, grad_value_tile,
+        grad_value_tile = tl.dot(as_operand(kept, grad_out_tile.dtype, PRECISION), grad_out_tile, grad_value_tile,
                                  input_precision=PRECISION)
-        grad_key_tile = tl.dot(grad_scores.to(query_tile.dtype), query_tile, grad_key_tile, input_precision=PRECISION)
+        grad_key_tile = tl.dot(as_operand(grad_scores, query_tile.dtype, PRECISION), query_tile, grad_key_tile,
+                               input_precision=PRECISION)
     return grad_key_tile, grad_value_tile
 
 
@@ -256,9 +264,14 @@ def attention_backward_key_value(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
-    HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, LONG_SUM: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics."""
+    """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics.
+
+    LONG_SUM: no more than SUM_ROWS rows are added up in the tensor cores at a time. They cut off instead of rounding,
+    which after eight million rows would be 1% of the result.
+    """
     num_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     program = tl.program_id(0)
     kv_index = program // num_tiles
@@ -281,12 +294,23 @@ def attention_backward_key_value(
     key_tile = load_tile(key, first_key, keys, stride_kn, stride_kd, seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
     value_tile = load_tile(value, first_key, keys, stride_vn, stride_vd, seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE,
                            True)
+    key_tile = as_operand(key_tile, key.dtype.element_ty, PRECISION)
+    value_tile = as_operand(value_tile, value.dtype.element_ty, PRECISION)
     grad_key_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_value_tile = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     # Causal: one loop that compares everywhere beats a loop for the diagonal and one for the rest (11% at head_dim
     # 128), which share their registers badly.
     first = first_key // BLOCK_M * BLOCK_M if CAUSAL else 0
-    for member in range(group_size):
+    num_parts = tl.cdiv(seqlen_q - first, SUM_ROWS) if LONG_SUM else 1
+    for item in range(group_size * num_parts):
+        member = item // num_parts
+        begin, end = first, seqlen_q
+        grad_key_part, grad_value_part = grad_key_tile, grad_value_tile
+        if LONG_SUM:
+            begin = first + item % num_parts * SUM_ROWS
+            end = tl.minimum(begin + SUM_ROWS, seqlen_q)
+            grad_key_part = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+            grad_value_part = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         head_index = kv_index * group_size + member
         head = kv_head * group_size + member
         head_query = query if TMA else query + (batch * stride_qb + head * stride_qh)
@@ -294,12 +318,16 @@ def attention_backward_key_value(
         head_mask = mask + (batch * stride_mb + head * stride_mh) if MASK != MASK_NONE else mask
         head_statistics = statistics + head_index.to(tl.int64) * padded_q
         column_key = dropout_column_key(seed, key_index, head_index)[:, None] if DROPOUT else 0
-        grad_key_tile, grad_value_tile = _visit_queries(
-            grad_key_tile, grad_value_tile, key_tile, value_tile, first, seqlen_q, key_index, column_key, head_query,
+        grad_key_part, grad_value_part = _visit_queries(
+            grad_key_part, grad_value_part, key_tile, value_tile, begin, end, key_index, column_key, head_query,
             head_mask, batch, head, seed, head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd,
             stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK, MASK_PER_KEY,
             MASK_UNIT_STRIDE, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+        if LONG_SUM:
+            grad_key_part += grad_key_tile
+            grad_value_part += grad_value_tile
+        grad_key_tile, grad_value_tile = grad_key_part, grad_value_part
     store_tile(grad_key, grad_key_tile * out_scale, first_key, keys, stride_dkn, stride_dkd, seqlen_k, BLOCK_D,
                HEAD_DIM, UNIT_STRIDE)
     store_tile(grad_value, grad_value_tile, first_key, keys, stride_dvn, stride_dvd, seqlen_k, BLOCK_DV, HEAD_DIM_V,
@@ -363,11 +391,13 @@ def attention_backward_mask(
                                seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
         key_tile = load_tile(key + batch * stride_kb + kv_head * stride_kh, first_key, keys, stride_kn, stride_kd,
                              seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
+        query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
         value_tile = load_tile(value + batch * stride_vb + kv_head * stride_vh, first_key, keys, stride_vn, stride_vd,
                                seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
         grad_out_tile = load_tile(grad_out + batch * stride_gb + head * stride_gh, first_query, rows, stride_gm,
                                   stride_gd, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
+        grad_out_tile = as_operand(grad_out_tile, grad_out.dtype.element_ty, PRECISION)
         grad_probabilities = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
         position = head_index.to(tl.int64) * padded_q + query_index
         high, low, delta = _load_statistics(statistics, plane, position[:, None], HAS_LOW)
