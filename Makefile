@@ -21,7 +21,7 @@ TORCH ?= torch==2.13.0
 # For builds of torch that bring no Triton (CPU builds): the version that torch's CUDA build of the same number requires,
 # which is kept where it is there already. (The interpreter of Triton 3.6 fails with NumPy 2.4 and later, 3.7's does not.)
 TRITON ?= triton==3.7.1
-EXTRAS ?= test,lint,bench,examples
+EXTRAS ?= test,lint,bench,examples,transformers
 WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=

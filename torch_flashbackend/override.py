@@ -1,8 +1,8 @@
 """enable() and disable(): the call hook on F.scaled_dot_product_attention, and everything that goes with switching it.
 
-May import `_torch.py`, decisions.py and kernel_hook.py at the top; routing, ops and the kernels are imported by the
-first call that gets that far. Imported by the package's `__init__` and by autoload.py, possibly while torch itself is
-still being imported.
+May import `_torch.py`, decisions.py, kernel_hook.py and integrations/ at the top; routing, ops and the kernels are
+imported by the first call that gets that far. Imported by the package's `__init__` and by autoload.py, possibly while
+torch itself is still being imported.
 
 A call's way: F.scaled_dot_product_attention -> dispatcher (autocast has run) -> `hook` below, at the key
 AutogradCUDA -> a Decision from the cache, or from routing -> ops.run, or stock as if nothing were there.
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _torch, decisions, kernel_hook
+from .integrations import transformers
 
 __all__ = ["activate", "disable", "enable", "is_enabled"]
 
@@ -78,6 +79,7 @@ def activate() -> _Handle:
     with _lock:
         _install("AutogradCUDA", "CUDA")
         assert _installed is not None
+        transformers.register_when_loaded()
         return _Handle(_installed)
 
 
@@ -138,6 +140,7 @@ def _uninstall() -> None:
     finally:
         installation.kernels.unregister()
         installation.cache_tag.restore()
+        transformers.forget()
         _forget_compiled(installation.ops)
 
 
