@@ -23,6 +23,19 @@ def transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def nested_derivatives() -> bool:
+    """Are two or more derivatives of torch.func active, one within the other? Asked only where `functorch_active`.
+
+    If the names go: False, and second derivatives of torch.func raise as they do in stock.
+    """
+    functorch = torch._C._functorch
+    try:
+        kinds = [interpreter.key() for interpreter in functorch.get_interpreter_stack() or ()]
+        return sum(kind in (functorch.TransformType.Grad, functorch.TransformType.Jvp) for kind in kinds) > 1
+    except AttributeError:
+        return False
+
+
 def sdp_priority_order() -> tuple[int, ...]:
     """The order in which stock tries its backends, as values of SDPBackend.
 

@@ -264,18 +264,20 @@ def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., T
             if functorch_active() or forward_ad._current_level >= 0:
                 # Our autograd function would lose tangents there, without a word.
                 try:
-                    return stock_boxed(
-                        ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-                        enable_gqa=enable_gqa,
-                    )  # fmt: skip
+                    if not _torch.nested_derivatives():
+                        return stock_boxed(
+                            ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                            enable_gqa=enable_gqa,
+                        )  # fmt: skip
                 except NotImplementedError:
-                    # Forward-mode AD, which stock's fused kernels have no formula for; the math path is made of
-                    # operations that do.
-                    decision = decisions.decide(
-                        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, entry="sdpa",
-                        allowed=("math",),
-                    ).decision  # fmt: skip
-                    return _run(decision, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+                    pass
+                # Forward-mode AD and second derivatives, which stock's fused kernels have no formulas for; the math
+                # path is made of operations that do.
+                decision = decisions.decide(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, entry="sdpa",
+                    allowed=("math", "stock"),
+                ).decision  # fmt: skip
+                return _run(decision, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             known = False
             entry = look_up(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         entry.decision.calls += 1
