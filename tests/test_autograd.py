@@ -1,4 +1,4 @@
-"""What programs do with autograd around attention: the hook takes every call, on a CPU, and is compared with float64."""
+"""What programs do with autograd around attention. The hook takes every call, on a CPU; float64 is the measure."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_anomaly_mode_names_the_call_and_finds_nothing_where_nothing_is(taken):
         attend(*tensors).sum().backward()
         assert all(torch.isfinite(t.grad).all() for t in tensors)
         broken = attend(*tensors)
-        with pytest.raises(RuntimeError, match="_AttentionBackward.*returned nan values"):
+        with pytest.raises(RuntimeError, match=r"_AttentionBackward.*returned nan values"):
             broken.backward(torch.full_like(broken, torch.nan))
 
 

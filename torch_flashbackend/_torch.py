@@ -6,6 +6,7 @@ May import torch only. Imported by problem, stock, routing, verify and the hooks
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from typing import Any
 
@@ -210,6 +211,31 @@ def allows_tf32() -> bool:
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
 """How many TorchDispatchModes are active (fake tensors, tracing). If it goes: `lambda: 1`, right and slower."""
+
+
+def packaging() -> bool:
+    """Is AOTInductor compiling a program, to be run by a process that may not have this package? For traced calls.
+
+    If the name goes: such packages hold our operators, and cannot be loaded without us.
+    """
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    return virtualized is not None and getattr(virtualized.V, "aot_compilation", False) is True
+
+
+def selective_checkpoint() -> bool:
+    """Is selective activation checkpointing recording or replaying operators in this thread? For traced calls.
+
+    If the names go: policies that name stock's attention operators do not know ours, and attention is recomputed.
+    """
+    checkpoint = sys.modules.get("torch.utils.checkpoint")
+    if checkpoint is None:
+        return False
+    kinds = (
+        getattr(checkpoint, "_CachingTorchDispatchMode", None),
+        getattr(checkpoint, "_CachedTorchDispatchMode", None),
+    )
+    stack = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", tuple)
+    return any(type(mode) in kinds for mode in stack())
 
 
 class _ThreadMark(threading.local):

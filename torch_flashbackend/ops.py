@@ -268,6 +268,9 @@ def _below_autograd(operator, implementation, tensor, *arguments):
 
     Where nobody could notice, its CUDA implementation is called directly: the way through the dispatcher costs 5 us.
     """
+    if torch.compiler.is_compiling():
+        # Compiled autograd has Dynamo trace the backward; no gradient is recorded there.
+        return operator(tensor, *arguments)
     if tensor.is_cuda and _torch.unobserved(tensor):
         return implementation(tensor, *arguments)
     with torch._C._AutoDispatchBelowAutograd():

@@ -198,6 +198,7 @@ def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., T
     mark = _torch.thread_mark
     functorch_active = _torch.functorch_active
     function_modes = _torch.function_modes
+    dispatch_modes = _torch.dispatch_modes
     profiler_enabled = _torch.profiler_enabled
     exclude_key = _torch.exclude_key
     is_grad_enabled = torch.is_grad_enabled
@@ -250,12 +251,14 @@ def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., T
         for one in recent if attn_mask is None else recent_with_mask:
             if (
                 one.rest == rest
-                # Fails too where a functorch transform, a mode or inference mode is active, by the dispatch keys.
+                # Fails too where a functorch transform or inference mode is active, by the dispatch keys; for modes it
+                # does not always (Dynamo's guards overlook those that say `ignore_compile_internals`).
                 and (one.check(query, key, value) if attn_mask is None else one.check(query, key, value, attn_mask))
                 and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15 == one.alignment
                 and one.order == priority_order()
                 and (one.tf32 is None or one.tf32 == allows_tf32())
                 and forward_ad._current_level < 0
+                and not dispatch_modes()
             ):
                 entry = one.entry
                 known = True
@@ -278,6 +281,13 @@ def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., T
                     allowed=("math", "stock"),
                 ).decision  # fmt: skip
                 return _run(decision, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            if dispatch_modes() and _by_stocks_name(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            ):
+                # Not marked as left to stock: what it ends in is for the kernel hook to judge, where there is one.
+                return stock_boxed(
+                    ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
             known = False
             entry = look_up(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         entry.decision.calls += 1
@@ -322,6 +332,22 @@ def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., T
             mark.stock = False
 
     return hook
+
+
+def _by_stocks_name(*arguments: Any) -> bool:
+    """Must this call appear under the name of stock's operators, whoever runs them?
+
+    Where a program is packaged for processes that may not have us; and under selective activation checkpointing, whose
+    policies know attention by these names.
+    """
+    if _torch.packaging():
+        return True
+    if not _torch.selective_checkpoint():
+        return False
+    from .problem import Problem
+
+    # The math path is many operators, and none that such a policy would name.
+    return Problem.from_tensors(*arguments).stock_backend not in ("math", "error")
 
 
 def _run(decision: Any, *arguments: Any) -> Tensor:

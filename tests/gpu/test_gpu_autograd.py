@@ -26,6 +26,7 @@ def in_float64(function, inputs):
         return function(*(t.detach().double().requires_grad_() for t in inputs))
 
 
+@pytest.mark.cuda_only
 def test_first_and_second_derivatives(plugin, launched, device, take_everything):
     def derivatives(*inputs):
         out = sdpa(*inputs, is_causal=True)
@@ -39,6 +40,7 @@ def test_first_and_second_derivatives(plugin, launched, device, take_everything)
         torch.testing.assert_close(ours.double(), expected, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.cuda_only
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms(plugin, device, take_everything, name):
     query, key, value = (t.detach() for t in tensors(device))
