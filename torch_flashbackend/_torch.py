@@ -223,9 +223,10 @@ def packaging() -> bool:
 
 
 def selective_checkpoint() -> bool:
-    """Is selective activation checkpointing recording or replaying operators in this thread? For traced calls.
+    """Is selective activation checkpointing, with a policy of the user's, recording or replaying in this thread?
 
-    If the names go: policies that name stock's attention operators do not know ours, and attention is recomputed.
+    For traced calls. If the names go: policies that name stock's attention operators do not know ours, and attention
+    is recomputed.
     """
     checkpoint = sys.modules.get("torch.utils.checkpoint")
     if checkpoint is None:
@@ -234,8 +235,14 @@ def selective_checkpoint() -> bool:
         getattr(checkpoint, "_CachingTorchDispatchMode", None),
         getattr(checkpoint, "_CachedTorchDispatchMode", None),
     )
+    # A compiled checkpoint without a policy has this one, which asks for no names.
+    wrap = sys.modules.get("torch._higher_order_ops.wrap")
+    no_policy = getattr(wrap, "_always_prefer_recompute", None)
     stack = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", tuple)
-    return any(type(mode) in kinds for mode in stack())
+    return any(
+        type(mode) in kinds and (no_policy is None or getattr(mode, "policy_fn", None) is not no_policy)
+        for mode in stack()
+    )
 
 
 class _ThreadMark(threading.local):
