@@ -19,7 +19,7 @@ def tensors(mask, grad=True):
 
 
 def by_operator(query, key, value, attn_mask, sinks, is_causal=False):
-    """The operators; their backward kernel for CUDA is tested in tests/interpreter."""
+    """The operators; the kernels for a GPU under them are tested in tests/interpreter."""
     return module._forward_op(
         query, key, value, attn_mask, sinks, None, 0.0, is_causal, query.shape[-1] ** -0.5, "query"
     )[0]

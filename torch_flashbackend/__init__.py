@@ -65,6 +65,6 @@ def _offer_to_torch() -> None:
 _offer_to_torch()
 
 # A program that imports a module of ours before torch: that module would import torch, torch the entry point, and this
-# the same modules again, half imported as they are by then. So torch goes first, where the variable asks for the plugin.
+# the same modules again, half imported as they are by then. So torch goes first where the variable asks for the plugin.
 if "torch" not in sys.modules and os.environ.get("TORCH_FLASHBACKEND"):
     importlib.import_module("torch")

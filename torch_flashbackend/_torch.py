@@ -222,6 +222,19 @@ def packaging() -> bool:
     return virtualized is not None and getattr(virtualized.V, "aot_compilation", False) is True
 
 
+def sharding_depends_on(op: Any, first: int) -> None:
+    """Let DTensor, which remembers how an operator is sharded, tell calls apart by all arguments from `first` on.
+
+    `register_sharding` looks at integers only. If the names go: an operator called with other flags gets outputs that
+    are described wrongly, which test_distributed.py notices.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.op_to_schema_info[op] = RuntimeSchemaInfo(first, needs_pytree=True)
+
+
 def selective_checkpoint() -> bool:
     """Is selective activation checkpointing, with a policy of the user's, recording or replaying in this thread?
 

@@ -171,7 +171,7 @@ def _attention_forward_math(query, key, value, attn_mask, dropout_seed, dropout_
 def _attention_backward_math(grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal,
                              scale, output_mask):  # fmt: skip
     grads = reference.attention_backward(
-        grad_out, query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed
+        grad_out, query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed, out, logsumexp
     )
     likes = (query, key, value, attn_mask)
     # Copies into the memory order that the fake implementation promises.
@@ -246,7 +246,7 @@ def _gradients(saved, grad_out, options, needed):
             raise
         warnings.warn(f"torch_flashbackend: {error}; the math path computes this backward", stacklevel=2)
         grads = reference.attention_backward(
-            grad_out, query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed
+            grad_out, query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed, out, logsumexp
         )
     if check_gradients is not None:
         wanted_three = tuple(grad if wanted else None for grad, wanted in zip(grads[:3], needed[:3], strict=True))

@@ -163,30 +163,6 @@ def _backward(grad_out, query, key, value, attn_mask, sinks, out, logsumexp, dro
     return *grads, -(probability * row_sums).sum((0, 2)).to(sinks.dtype)
 
 
-def _backward_math(grad_out, query, key, value, attn_mask, sinks, out, logsumexp, dropout_seed, dropout_p, is_causal,
-                   scale, output_mask):  # fmt: skip
-    """On a CPU, where the ordinary backward computes the probabilities anew and so would leave the sinks out."""
-    from . import reference
-
-    longer_key, longer_value, mask = _one_more_key(query, key, value, attn_mask, sinks, is_causal)
-    grads = reference.attention_backward(
-        grad_out, query, longer_key, longer_value, mask, dropout_p, False, scale, dropout_seed
-    )
-    seqlen_k = key.size(2)
-    grad_mask = grads[3]
-    assert grad_mask is not None
-    found = [grads[0], grads[1][:, :, :seqlen_k], grads[2][:, :, :seqlen_k], None]
-    if output_mask[3]:
-        found[3] = grad_mask[..., :seqlen_k].sum_to_size(attn_mask.shape)
-    likes = (query, key, value, attn_mask)
-    # Copied into the memory order that the fake implementation promises.
-    results = [
-        torch.empty_like(like).copy_(grad) if wanted else query.new_empty(0)
-        for grad, like, wanted in zip(found, likes, output_mask)
-    ]
-    return *results, grad_mask[..., seqlen_k].sum((0, 2)).to(sinks.dtype)
-
-
 @torch.library.register_fake("flashbackend::sinks_forward", lib=_library)
 def _(query, key, value, attn_mask, sinks, dropout_seed, dropout_p, is_causal, scale, layout):
     from . import ops
@@ -231,9 +207,7 @@ def _operator_backward(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Any, ...]:
 
 _library.impl("sdpa_with_sinks", _sdpa_with_sinks, "CompositeImplicitAutograd")
 _library.impl("sinks_forward", _forward, "CompositeExplicitAutograd")
-_library.impl("sinks_backward", _backward, "CUDA")
-_library.impl("sinks_backward", _backward_math, "CPU")
-_library.impl("sinks_backward", _backward_math, "MPS")
+_library.impl("sinks_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_autograd(
     "flashbackend::sinks_forward", _operator_backward, setup_context=_setup_context, lib=_library
 )

@@ -1,4 +1,4 @@
-"""PyTorch's modules and timm's vision transformer on our kernels, against float64; mixed precision; streams, workers."""
+"""PyTorch's modules and a vision transformer of timm on our kernels; mixed precision, streams, threads, copies."""
 
 from __future__ import annotations
 
