@@ -42,7 +42,7 @@ ifdef OFFLINE
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-gpu test-interpreter gpu-test lint format typecheck bench clean
+.PHONY: help setup demo test test-cpu test-gpu test-interpreter test-extended gpu-test lint format typecheck bench clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -77,6 +77,10 @@ test-gpu: $(STAMP)
 # Triton reads TRITON_INTERPRET when a kernel is decorated, so these tests need a process of their own.
 test-interpreter: $(STAMP)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) tests/interpreter $(PYTEST_ARGS)
+
+# What is too slow for every change: C++ compilers, many processes.
+test-extended: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m extended tests --ignore=tests/gpu --ignore=tests/interpreter $(PYTEST_ARGS)
 
 gpu-test: $(STAMP)
 	$(PY) -m pytest tests/gpu $(PYTEST_ARGS)

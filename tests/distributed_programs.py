@@ -41,6 +41,7 @@ def batch(device, size=8):
     return torch.randn(size, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
 
 
+@contextlib.contextmanager
 def on(device):
     """The plugin, taking every call that it can."""
     import torch_flashbackend
@@ -49,11 +50,16 @@ def on(device):
     if device == "cpu":
         from hooked import hooked
 
-        return hooked()
+        with hooked():
+            yield
+        return
     policy.judge = lambda problem: policy.Verdict(True, "test", "taken for a test")
     decisions.forget()
     torch_flashbackend.enable()
-    return contextlib.nullcontext()
+    try:
+        yield
+    finally:
+        torch_flashbackend.disable()
 
 
 def took(device) -> int:
@@ -258,8 +264,6 @@ def context_parallel(rank, ranks, device):
 @contextlib.contextmanager
 def ring_kernels(device):
     """Our kernels behind stock's operators; forward and backward must have come at least once."""
-    import torch_flashbackend
-
     if device == "cuda":
         from torch_flashbackend import ops
 
@@ -267,7 +271,6 @@ def ring_kernels(device):
             ops.reset_launch_counts()
             yield
             names = " ".join(ops.launch_counts())
-            torch_flashbackend.disable()
         assert "forward" in names and "backward" in names, names
         return
     from hooked import hooked

@@ -31,7 +31,7 @@ def test_two_ranks():
 @pytest.mark.extended
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_more_ranks(ranks):
-    # Eight heads and batches of eight do not go evenly over three ranks: such calls are stock's.
+    # The other programs have eight heads and batches of eight, which do not go over three ranks.
     launch(EAGER if ranks == 4 else "context_parallel", ranks, timeout=500)
 
 

@@ -236,11 +236,15 @@ def _gradients(saved, grad_out, options, needed):
         result = reference.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed)
         grads = iter(torch.autograd.grad(result, inputs, grad_out, create_graph=True))
         return tuple(next(grads) if wanted else None for wanted in needed)
+    arguments = (
+        grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, needed,
+    )  # fmt: skip
     try:
-        grads = _below_autograd(
-            _attention_backward, _attention_backward_cuda,
-            grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, needed,
-        )  # fmt: skip
+        if torch.compiler.is_compiling():
+            # Compiled autograd has Dynamo trace this; no gradient is recorded there.
+            grads = _attention_backward(*arguments)
+        else:
+            grads = _below_autograd(_attention_backward, _attention_backward_cuda, *arguments)
     except RuntimeError as error:
         if not _is_kernel_unavailable(error):
             raise
@@ -268,9 +272,6 @@ def _below_autograd(operator, implementation, tensor, *arguments):
 
     Where nobody could notice, its CUDA implementation is called directly: the way through the dispatcher costs 5 us.
     """
-    if torch.compiler.is_compiling():
-        # Compiled autograd has Dynamo trace the backward; no gradient is recorded there.
-        return operator(tensor, *arguments)
     if tensor.is_cuda and _torch.unobserved(tensor):
         return implementation(tensor, *arguments)
     with torch._C._AutoDispatchBelowAutograd():

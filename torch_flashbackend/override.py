@@ -199,6 +199,7 @@ def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., T
     functorch_active = _torch.functorch_active
     function_modes = _torch.function_modes
     dispatch_modes = _torch.dispatch_modes
+    is_wrapper = _torch.is_wrapper
     profiler_enabled = _torch.profiler_enabled
     exclude_key = _torch.exclude_key
     is_grad_enabled = torch.is_grad_enabled
@@ -308,6 +309,11 @@ def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., T
                         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, out
                     )
                 return out
+        if not known and (is_wrapper(query) or is_wrapper(key) or is_wrapper(value)):
+            # The type's own rules come first, and what they end in is the kernel hook's to judge: ring attention, say.
+            return stock_boxed(
+                ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         mark.stock = True
         try:
             if not (known and entry.simple) or function_modes():

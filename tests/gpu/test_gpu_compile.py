@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -141,7 +143,7 @@ def test_policies_of_selective_checkpointing_that_name_stocks_operators(plugin, 
 
     def forwards(kept):
         def policy(context, op, *args, **kwargs):
-            return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.MUST_RECOMPUTE
 
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)
 
@@ -194,6 +196,7 @@ def test_attention_written_by_hand_ends_in_ours_when_inductor_finds_it(plugin, l
 
 
 @pytest.mark.cuda_only
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_packages_of_aot_inductor_hold_stocks_operators(plugin, take_everything, tmp_path):
     class Attention(torch.nn.Module):
         def forward(self, query):
@@ -206,7 +209,8 @@ def test_packages_of_aot_inductor_hold_stocks_operators(plugin, take_everything,
         expected = Attention()(query)
         plugin.disable()
         out = torch._inductor.aoti_load_package(path)(query)
-    assert b"flashbackend" not in (tmp_path / "attention.pt2").read_bytes()
+    package = (tmp_path / "attention.pt2").read_bytes()
+    assert b"flashbackend::attention" not in package and b"flashbackend.attention" not in package
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
