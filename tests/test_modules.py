@@ -148,6 +148,21 @@ def test_transformer_layers(make, training):
         assert (count("triton") > 0) == (training or make in (decoder, whole))
 
 
+def test_vision_transformer():
+    timm = pytest.importorskip("timm", exc_type=ImportError)
+
+    def run():
+        torch.manual_seed(0)
+        model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=5)
+        out = model(sample(2, 3, 32, 32))
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), list(model.parameters()))]
+
+    expected = run()
+    with hooked(), counting() as count:
+        torch.testing.assert_close(run(), expected, atol=2e-5, rtol=1e-4)
+        assert count("triton") == 2
+
+
 def test_mixed_precision_training():
     """Autocast, scaled gradients, unscaled for clipping, one step: as with stock, within bfloat16's rounding."""
 
