@@ -16,7 +16,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_flashbackend import direct, ops, reference
+from torch_flashbackend import _torch, direct, ops, reference
 
 from common import Call, attention_float64, check, expect, gradient_for, tensor_in_layout
 
@@ -676,3 +676,23 @@ def test_backward_that_fails_otherwise_raises(failing_backward):
     failing_backward(RuntimeError("something else"))
     with pytest.raises(RuntimeError, match="something else"):
         ops.run(query, key, value).sum().backward()
+
+
+def test_a_batch_of_gradients_is_not_taken_for_an_ordinary_tensor():
+    """Below autograd only ordinary tensors go past the dispatcher, straight to the kernels' launchers."""
+    seen = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad_out):
+            seen.append(_torch.unobserved(grad_out))
+            return 2 * grad_out
+
+    x = torch.randn(3, requires_grad=True)
+    torch.autograd.grad(Double.apply(x), x, torch.ones(2, 3), is_grads_batched=True)
+    torch.autograd.grad(Double.apply(x), x, torch.ones(3))
+    assert seen == [False, True]

@@ -210,6 +210,8 @@ def allows_tf32() -> bool:
 
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
+# Is a tensor one of vmap's or grad's, which have the ordinary type? If the name goes, batched gradients raise.
+functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 """How many TorchDispatchModes are active (fake tensors, tracing). If it goes: `lambda: 1`, right and slower."""
 
 
@@ -328,5 +330,9 @@ def empty_float32(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
 
 
 def unobserved(tensor: Tensor) -> bool:
-    """Is this an ordinary tensor, with no dispatch mode active and no profiler running? 0.1 us."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and dispatch_modes() == 0 and not profiler_enabled()
+    """Is this an ordinary tensor, with no dispatch mode active and no profiler running? 0.2 us.
+
+    A batch of gradients (``is_grads_batched``) reaches a backward as a tensor of the ordinary type without storage.
+    """
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and not functorch_wrapped(tensor)
+    return plain and dispatch_modes() == 0 and not profiler_enabled()

@@ -124,6 +124,7 @@ __device__ __forceinline__ void write_tile(uint32_t address, const Tile& tile) {
                "r"(tile.batch), "r"(tile.key_tiles)
                : "memory");
 }
+// By one thread.
 __device__ __forceinline__ Tile read_tile(uint32_t address) {
   Tile tile;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -131,6 +132,12 @@ __device__ __forceinline__ Tile read_tile(uint32_t address) {
                : "r"(address)
                : "memory");
   return tile;
+}
+// By a whole warp. Lane 0 reads, since it also tells the producer that the description may be overwritten.
+__device__ __forceinline__ Tile warp_read_tile(uint32_t address) {
+  Tile tile = {};
+  if (threadIdx.x % 32 == 0) tile = read_tile(address);
+  return {uniform(tile.first_row), uniform(tile.head), uniform(tile.batch), uniform(tile.key_tiles)};
 }
 
 __device__ __forceinline__ void produce(const TensorMap& query_map, const TensorMap& key_map,
@@ -329,10 +336,10 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   // Reads the next query tile, and passes over key tiles that none of the warpgroup's rows sees.
   const auto begin_tile = [&] {
     barrier_wait(shared.q_full(q.stage), q.phase);
-    const Tile tile = read_tile(shared.tiles + q.stage * sizeof(Tile));
-    j = uniform(tile.key_tiles) - 1;
+    const Tile tile = warp_read_tile(shared.tiles + q.stage * sizeof(Tile));
+    j = tile.key_tiles - 1;
     if (j < 0) return false;
-    tile_row = uniform(tile.first_row);
+    tile_row = tile.first_row;
     const int first_row = tile_row + 64 * warpgroup;
     query = descriptor(shared.query + q.stage * Q_BYTES + warpgroup * 64 * BOX_ROW_BYTES, 0);
     accumulate = false;
@@ -427,16 +434,13 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     for (--j; j >= 0; --j) step();
 
     // The last product of this query tile runs beside the first one of the next.
-    const Tile tile = read_tile(shared.tiles + q.stage * sizeof(Tile));
+    const Tile tile = warp_read_tile(shared.tiles + q.stage * sizeof(Tile));
     float inverse[2];
     finish(softmax, tile, tile.first_row + row_of_thread(), inverse, params);
     const bool accumulate_last = accumulate;
     const Ring<STAGES> v = k.previous();
     const int q_stage = q.stage;
-    if (!STAGE_OUT) {
-      __syncwarp();  // all lanes have read the tile
-      release(shared.q_empty(q.stage));
-    }
+    if (!STAGE_OUT) release(shared.q_empty(q.stage));
     q.advance();
     const bool more = begin_tile();
     accumulate = accumulate_last;
