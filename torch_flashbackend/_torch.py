@@ -210,7 +210,9 @@ def allows_tf32() -> bool:
 
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
-# Is a tensor one of vmap's or grad's, which have the ordinary type? If the name goes, batched gradients raise.
+# Is a tensor of the ordinary type a batch of tensors or a transform's? If the names go, the plugin must not start:
+# batched gradients would raise.
+legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 """How many TorchDispatchModes are active (fake tensors, tracing). If it goes: `lambda: 1`, right and slower."""
 
@@ -334,5 +336,6 @@ def unobserved(tensor: Tensor) -> bool:
 
     A batch of gradients (``is_grads_batched``) reaches a backward as a tensor of the ordinary type without storage.
     """
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) and not functorch_wrapped(tensor)
-    return plain and dispatch_modes() == 0 and not profiler_enabled()
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    wrapped = legacy_batched(tensor) or functorch_wrapped(tensor)
+    return plain and not wrapped and dispatch_modes() == 0 and not profiler_enabled()
