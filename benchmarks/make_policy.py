@@ -1,6 +1,6 @@
 """Turns results of attention.py and special.py into a policy: which measured calls are faster on our kernels.
 
-    python -m benchmarks.make_policy benchmarks/results/nvidia_h200_{attention,special}.json
+    python -m benchmarks.make_policy benchmarks/results/nvidia_h200_{special,special_inference,attention}.json
 
 Writes torch_flashbackend/policies/<gpu>.json, which policy.py reads. Its ratios are eager times, CPU and GPU together:
 what PyTorch's default takes, divided by what ours takes, for the forward without gradients and for forward plus
@@ -20,6 +20,7 @@ from benchmarks.harness import OURS, RESULTS_FORMAT, ROOT, by_backend, say, slug
 POLICIES = ROOT / "torch_flashbackend" / "policies"
 KINDS = ("attention", "special")
 REFUSED = 1e9  # stands for infinity: PyTorch's default does not take the call at all
+MEASURED = ("forward", "training")
 CASE_FIELDS = ("head_dim", "head_dim_v", "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k")
 
 
@@ -60,23 +61,29 @@ def policy_rows(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def make_policy(files: list[Path]) -> dict[str, Any]:
-    """The policy of one GPU. Raises ValueError for files of different GPUs, commits or torch versions."""
+    """The policy of one GPU. Raises ValueError for files of different GPUs or torch versions.
+
+    What is measured for one call and backend in several files counts as the last of them says.
+    """
     loaded = [load(path) for path in files]
     first = loaded[0]["environment"]
     for path, data in zip(files, loaded, strict=True):
-        for fact in ("gpu", "sm_count", "commit", "torch"):
+        for fact in ("gpu", "sm_count", "torch"):
             if data["environment"].get(fact) != first.get(fact):
                 raise ValueError(f"{path}: {fact} is {data['environment'].get(fact)!r}, not {first.get(fact)!r}")
-    rows = [made for data in loaded for row in data["rows"] for made in policy_rows(row)]
-    if not rows:
+    found: dict[tuple, dict[str, Any]] = {}
+    for made in (made for data in loaded for row in data["rows"] for made in policy_rows(row)):
+        call = tuple(value for field, value in made.items() if field not in MEASURED)
+        found.setdefault(call, made).update((f, made[f]) for f in MEASURED if made[f] is not None)
+    if not found:
         raise ValueError("no row holds an eager time of ours")
-    rows.sort(key=_order)
+    rows = sorted(found.values(), key=_order)
     return {
         "gpu": first["gpu"],
         "sm_count": first.get("sm_count"),
         "architecture": first.get("architecture"),
         "source": ", ".join(_relative(path) for path in files),
-        "commit": first.get("commit"),
+        "commit": ", ".join(str(data["environment"].get("commit")) for data in loaded),
         "torch": first["torch"],
         "triton": first.get("triton"),
         "rows": rows,
