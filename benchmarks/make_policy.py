@@ -83,7 +83,7 @@ def make_policy(files: list[Path]) -> dict[str, Any]:
         "sm_count": first.get("sm_count"),
         "architecture": first.get("architecture"),
         "source": ", ".join(_relative(path) for path in files),
-        "commit": ", ".join(str(data["environment"].get("commit")) for data in loaded),
+        "commit": ", ".join(dict.fromkeys(str(data["environment"].get("commit"))[:12] for data in loaded)),
         "torch": first["torch"],
         "triton": first.get("triton"),
         "rows": rows,

@@ -25,7 +25,9 @@ NOTHING = (
     "No results file is committed yet. `make bench` on a GPU writes one, "
     "`benchmarks/report.py` fills this section from it."
 )
+KINDS = ("attention", "special", "overhead")
 PASSES = ("forward", "backward")
+PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms")
 # What the groups of special.py are called in the table.
 GROUPS = {
     "mask": "masks and biases, S = 4096, D = 128",
@@ -50,18 +52,37 @@ def geometric_mean(numbers: Iterable[float]) -> float:
 
 
 def load_results(directory: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Results by GPU name and kind; files of another format are an error, other JSON is ignored."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    """Results by GPU name and kind; files of another format are an error, other JSON is ignored.
+
+    Several files of one kind count as one, see `merged`; its commits are those of all of them.
+    """
+    files: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for path in sorted(directory.glob("*.json")):
         data = json.loads(path.read_text())
-        if not isinstance(data, dict) or "kind" not in data or "rows" not in data:
+        if not isinstance(data, dict) or data.get("kind") not in KINDS:
             continue
         if data.get("format") != RESULTS_FORMAT:
             raise ValueError(f"{path}: format {data.get('format')!r}, this script reads {RESULTS_FORMAT}")
         data["rows"] = [by_backend(row) for row in data["rows"] if "error" not in row]
         if data["rows"]:
-            found.setdefault(data["environment"]["gpu"], {})[data["kind"]] = data
-    return found
+            files.setdefault(data["environment"]["gpu"], {}).setdefault(data["kind"], []).append(data)
+    return {gpu: {kind: merged(several) for kind, several in kinds.items()} for gpu, kinds in files.items()}
+
+
+def merged(several: list[dict[str, Any]]) -> dict[str, Any]:
+    """One set of results from several: of each pass of each call, the measurement with the most contenders.
+
+    So every ratio is one of figures from one run. Of two with as many contenders the later file's counts.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for row in (row for data in several for row in data["rows"]):
+        known = rows.setdefault(row["label"], row)
+        for field, passes in row.items():
+            if field in PASS_FIELDS:
+                old = known.setdefault(field, {})
+                old |= {name: found for name, found in passes.items() if len(found) >= len(old.get(name, ()))}
+    commits = dict.fromkeys(str(data["environment"].get("commit") or "unknown")[:12] for data in several)
+    return {**several[0], "rows": list(rows.values()), "commits": list(commits)}
 
 
 def section(directory: Path) -> str:
@@ -77,7 +98,8 @@ def _gpu_parts(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> l
     versions = [f"torch {facts['torch']}"]
     versions += [f"cuDNN {facts['cudnn']}"] if facts.get("cudnn") else []
     versions += [f"Triton {facts['triton']}"] if facts.get("triton") else []
-    versions += [f"commit {facts['commit']}"] if facts.get("commit") else []
+    commits = list(dict.fromkeys(commit for data in kinds.values() for commit in data["commits"]))
+    versions += [f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"]
     name = f"{gpu}, {facts['sm_count']} SMs" if facts.get("sm_count") else gpu
     parts = [f"**{name}** ({', '.join(versions)}, {facts['date']})"]
     if "attention" in kinds:

@@ -233,6 +233,32 @@ def test_policy_holds_a_row_for_each_backend_that_was_measured(tmp_path):
     ]
 
 
+def test_what_a_later_file_measured_counts(tmp_path):
+    case = cases.grid()[0]
+    old, new = measured(case, 100.0, 90.0), measured(case, 50.0, 90.0)
+    old["eager_us"] = {"forward": {"triton": 100.0, "default": 90.0}, "training": {"triton": 300.0, "default": 330.0}}
+    old["tflops"] = {"backward": {"triton": 200.0, "default": 210.0}, "forward": {"triton": 300.0, "default": 333.0}}
+    new["eager_us"] = {"forward": {"cuda": 60.0, "triton": 80.0, "default": 90.0}}
+    new["tflops"] = {"forward": {"cuda": 500.0, "triton": 375.0, "default": 333.0}}
+    first = results_file(tmp_path / "a.json", "attention", [old])
+    second = results_file(tmp_path / "b.json", "attention", [new])
+    data = json.loads(second.read_text())
+    data["environment"]["commit"] = "def"
+    second.write_text(json.dumps(data))
+
+    policy = make_policy.make_policy([first, second])
+    assert policy["commit"] == "abc, def"
+    assert [(row["backend"], row["forward"], row["training"]) for row in policy["rows"]] == [
+        ("cuda", 1.5, None),
+        ("triton", 1.125, 1.1),
+    ]
+    # The report keeps the figures of a pass together, as one run gave them.
+    shown = report.load_results(tmp_path)["NVIDIA H200"]["attention"]
+    assert shown["commits"] == ["abc", "def"] and len(shown["rows"]) == 1
+    assert shown["rows"][0]["eager_us"] == {**new["eager_us"], "training": old["eager_us"]["training"]}
+    assert shown["rows"][0]["tflops"] == {**new["tflops"], "backward": old["tflops"]["backward"]}
+
+
 def test_files_of_before_there_were_two_backends_speak_of_triton(tmp_path):
     row = measured(cases.grid()[0], 100.0, 90.0, {"ours": 300.0, "default": 250.0})
     renamed = harness.by_backend(row)
