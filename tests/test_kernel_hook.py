@@ -265,6 +265,25 @@ def test_efficient_backward_takes_either_logsumexp_of_a_masked_row(shape, bias_g
     assert not grads[0][:, :, 0].any()
 
 
+def test_backward_without_a_logsumexp():
+    """Under torch.func.grad of vmap the forward is told that nobody needs it; stock's backward then raises."""
+    query, key, value = tensors("odd length", "bshd")
+    out, _ = oracle(query, key, value)
+    grad_out = sample(*out.shape, seed=5).half()
+    seed, nothing = torch.zeros((), dtype=torch.int64), torch.empty(*query.shape[:2], 0)
+    efficient = (grad_out, query, key, value, None, out.half(), nothing, seed, seed, 0.0, [True, True, True, False])
+    cudnn = (grad_out, query, key, value, out.half(), nothing, seed, seed, None, None, None, query.shape[2],
+             key.shape[2], 0.0, False)  # fmt: skip
+    expected = expected_gradients(query, key, value, None, False, grad_out)
+    with hooked_backwards():
+        for grads in (
+            aten._scaled_dot_product_efficient_attention_backward(*efficient)[:3],
+            aten._scaled_dot_product_cudnn_attention_backward(*cudnn),
+        ):
+            for grad, wanted in zip(grads, expected, strict=True):
+                torch.testing.assert_close(grad.double(), wanted, atol=5e-3, rtol=5e-3)
+
+
 def test_cudnn_backward():
     query, key, value = tensors("value head_dim", "bshd")
     bias = full_bias(query, key, HALF)

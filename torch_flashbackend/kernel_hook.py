@@ -213,6 +213,22 @@ def _forward(
     return out, logsumexp[0] if logsumexp.dim() == 4 else logsumexp
 
 
+def _forward_again(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """out and logsumexp for a backward that is given none, where stock's raises.
+
+    Under torch.func.grad of vmap the forward is told that nobody needs a logsumexp.
+    """
+    return _forward(backend, query, key, value, mask, is_causal, scale, "query")
+
+
 def _backward(
     backend: str,
     grad_out: Tensor,
@@ -516,13 +532,13 @@ def _efficient_backward(
         return None
     if attn_bias is not None and (is_causal or not _bias_fits(attn_bias, query, key)):
         return None
-    if logsumexp.shape[-1] < query.shape[2]:
-        return None
     entry = _entry_for(BACKWARDS[EFFICIENT], query, key, value, attn_bias, is_causal, scale)
     if not entry.taken:
         return None
     backend = entry.decision.backend
     wanted = [True, True, True, attn_bias is not None and grad_input_mask[3]]
+    if logsumexp.shape[-1] < query.shape[2]:
+        out, logsumexp = _forward_again(backend, query, key, value, attn_bias, is_causal, scale)
     logsumexp = logsumexp[..., : query.shape[2]]
     grads = _backward(backend, grad_out, query, key, value, attn_bias, out, logsumexp, is_causal, scale, wanted)
     grad_bias = _padded_rows(grads[3]) if wanted[3] else None
@@ -535,7 +551,7 @@ def _cudnn_backward(
     key: Tensor,
     value: Tensor,
     out: Tensor,
-    logsumexp: Tensor,
+    logsumexp: Tensor | None,
     philox_seed: Tensor | None,
     philox_offset: Tensor | None,
     attn_bias: Tensor | None,
@@ -559,7 +575,10 @@ def _cudnn_backward(
         return None
     backend = entry.decision.backend
     wanted = [True, True, True, False]
-    logsumexp = logsumexp.squeeze(-1)
+    if logsumexp is None or logsumexp.numel() == 0:
+        out, logsumexp = _forward_again(backend, query, key, value, attn_bias, is_causal, scale)
+    else:
+        logsumexp = logsumexp.squeeze(-1)
     return _backward(backend, grad_out, query, key, value, attn_bias, out, logsumexp, is_causal, scale, wanted)[:3]
 
 
