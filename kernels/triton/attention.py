@@ -19,6 +19,7 @@ from .common import MASK_BOOL as _BOOL
 from .common import MASK_FLOAT as _FLOAT
 from .common import MASK_NONE as _NONE
 from .launch import Launch, TensorMap, device_target
+from .mask_plan import MaskTiles, worth_listing
 from .tiles import choose, family
 
 MASK_NONE, MASK_BOOL, MASK_FLOAT = _NONE.value, _BOOL.value, _FLOAT.value
@@ -80,7 +81,6 @@ class _Call:
         self.scale = scale
         # The kernels that need only probabilities fold log2(e) into the scale; a float mask needs natural units.
         self.kernel_scale = scale if self.mask_kind == MASK_FLOAT else scale * _LOG2E
-
         itemsize = query.element_size()
         per_vector = 16 // itemsize
         self.unit_stride = all(tensor.stride(3) == 1 for tensor in tensors)
@@ -104,6 +104,7 @@ class _Call:
             extent = self.mask_strides[2] * (seqlen_q - 1) + self.mask_strides[3] * (self.seqlen_k - 1)
             self.mask_offset_type = "i32" if extent < 2**31 else "i64"
 
+        self.listed = mask is not None and self.worth_listing(query, mask)
         self.constants = {
             "HEAD_DIM": head_dim,
             "HEAD_DIM_V": head_dim_v,
@@ -112,6 +113,7 @@ class _Call:
             "MASK": self.mask_kind,
             "MASK_PER_KEY": self.mask_strides[2] == 0,
             "MASK_UNIT_STRIDE": self.mask_strides[3] == 1,
+            "LISTED": self.listed,
             "DROPOUT": dropout_p > 0.0,
             "UNIT_STRIDE": self.unit_stride,
             "PRECISION": self.precision(allow_tf32),
@@ -127,6 +129,10 @@ class _Call:
             "seqlen_q": ("i32", seqlen_q),
             "seqlen_k": ("i32", self.seqlen_k),
         }
+
+    def worth_listing(self, query, mask) -> bool:
+        shape = [size if stride else 1 for size, stride in zip(mask.shape, self.mask_strides)]
+        return worth_listing(query.shape, self.seqlen_k, shape, self.is_causal)
 
     def precision(self, allow_tf32: bool) -> str:
         """How the products of float32 tensors are computed; half types have one way only."""
@@ -147,13 +153,19 @@ class _Call:
         narrow = self.mask_offset_type
         return {"stride_mb": ("i64", b), "stride_mh": ("i64", h), "stride_mq": (narrow, q), "stride_mk": (narrow, k)}
 
+    def list_strides(self, mask_tiles, of_queries: bool = False) -> dict:
+        """How far lists of blocks are apart; with none, any numbers will do."""
+        values = (0, 0, 0, 0) if mask_tiles is None else mask_tiles.strides(of_queries)
+        names = ("stride_lb", "stride_lh", "stride_lt", "lists_offset")
+        return {name: ("i64", value) for name, value in zip(names, values, strict=True)}
+
     def divisors(self, pointers: dict, strides: dict, mask_strides: dict) -> dict:
         """What the compiler may assume; all strides of a group share one divisor, so that few variants are compiled."""
         found = {}
         if self.divisor > 1:
             rows = [name for name in strides if not name.endswith("d")]
             found |= dict.fromkeys(rows, self.divisor)
-            others = ("mask", "dropout_seed", "grad_mask", "logsumexp", "logsumexp_low")
+            others = ("mask", "mask_tiles", "dropout_seed", "grad_mask", "logsumexp", "logsumexp_low")
             found |= {name: 16 for name in pointers if name not in others}
         if self.mask_divisor > 1:
             found |= dict.fromkeys(("stride_mb", "stride_mh", "stride_mq"), 16)
@@ -188,26 +200,41 @@ class _Call:
         return launch if self.target is not None else launch.load(self.device)
 
 
-def _plan_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32,
-                  target=None):
-    call = _Call(query, key, value, mask, dropout_p, is_causal, scale, (query, key, value, out), allow_tf32, target)
-    tile = call.tile("forward")
-    factor = 1
-    kernel_scale = call.kernel_scale
-    if call.mask_kind != MASK_FLOAT:
+class _ForwardPlan:
+    """The launches of one forward: where the mask's tiles are listed, the kernels that do so, then the attention."""
+
+    def __init__(self, query, key, value, mask, seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32,
+                 target=None):
+        tensors = query, key, value, out
+        call = _Call(query, key, value, mask, dropout_p, is_causal, scale, tensors, allow_tf32, target)
+        tile = call.tile("forward")
         # The kernel takes the maximum before it scales, so the sign goes into the query; a zero scale likewise.
         factor = (scale > 0) - (scale < 0)
-        kernel_scale = abs(kernel_scale) if factor else 1.0
-    low = logsumexp if logsumexp is not None and call.mask_kind == MASK_FLOAT else None
-    pointers = {"query": query, "key": key, "value": value, "mask": mask, "dropout_seed": seed, "out": out,
-                "logsumexp": logsumexp, "logsumexp_low": low}
-    strides = (call.strides("qb qh qm qd", query) | call.strides("kb kh kn kd", key)
-               | call.strides("vb vh vn vd", value) | call.strides("ob oh om od", out))
-    scalars = call.sizes | {"scale": ("fp32", kernel_scale)} | call.dropout
-    names = {"STORE_LOGSUMEXP": logsumexp is not None, "QUERY_FACTOR": factor}
-    programs = math.ceil(call.seqlen_q / tile.block_m) * call.batch * call.heads
-    return call.launch(forward_kernels.attention_forward, programs, tile, pointers, strides, call.strides_of_mask(),
-                       scalars, names, {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)})
+        kernel_scale = abs(call.kernel_scale) if factor else 1.0
+        low = logsumexp if logsumexp is not None and call.mask_kind == MASK_FLOAT else None
+        self.mask_tiles = MaskTiles(call, mask, tile) if call.listed else None
+        lists = self.mask_tiles.buffer if call.listed else None
+        pointers = {"query": query, "key": key, "value": value, "mask": mask, "mask_tiles": lists, "dropout_seed": seed,
+                    "out": out, "logsumexp": logsumexp, "logsumexp_low": low}
+        strides = (call.strides("qb qh qm qd", query) | call.strides("kb kh kn kd", key)
+                   | call.strides("vb vh vn vd", value) | call.strides("ob oh om od", out))
+        scalars = call.sizes | {"scale": ("fp32", kernel_scale)} | call.dropout | call.list_strides(self.mask_tiles)
+        names = {"STORE_LOGSUMEXP": logsumexp is not None, "QUERY_FACTOR": factor}
+        names["BOUND_KEYS"] = call.seqlen_k % tile.block_n != 0
+        programs = math.ceil(call.seqlen_q / tile.block_m) * call.batch * call.heads
+        self.attention = call.launch(
+            forward_kernels.attention_forward, programs, tile, pointers, strides, call.strides_of_mask(), scalars, names,
+            {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
+        )
+
+    @property
+    def launches(self) -> list[Launch]:
+        """In the order in which they run."""
+        return [*(self.mask_tiles.launches if self.mask_tiles is not None else []), self.attention]
+
+    def __call__(self, query, key, value, mask, seed, out, logsumexp) -> None:
+        lists = None if self.mask_tiles is None else self.mask_tiles.make(mask)
+        self.attention(query, key, value, mask, lists, seed, out, logsumexp, _low_part(logsumexp))
 
 
 def forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32) -> None:
@@ -223,11 +250,11 @@ def forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, 
         None if mask is None else _signature(mask), dropout_p, is_causal, scale, logsumexp is None, allow_tf32,
         query.device,
     )
-    launch = _plans.get(plan_key)
-    if launch is None:
-        launch = _remember(plan_key, _plan_forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale,
-                                                   out, logsumexp, allow_tf32))
-    launch(query, key, value, mask, dropout_seed, out, logsumexp, _low_part(logsumexp))
+    plan = _plans.get(plan_key)
+    if plan is None:
+        plan = _remember(plan_key, _ForwardPlan(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out,
+                                                logsumexp, allow_tf32))
+    plan(query, key, value, mask, dropout_seed, out, logsumexp)
 
 
 def _low_part(logsumexp: torch.Tensor | None) -> torch.Tensor | None:
@@ -243,7 +270,12 @@ class _BackwardPlan:
         tensors = [t for t in (query, key, value, out, grad_out, grad_query, grad_key, grad_value) if t is not None]
         call = _Call(query, key, value, mask, dropout_p, is_causal, scale, tensors, allow_tf32, target)
         low = logsumexp if logsumexp.dim() == 4 else None
-        inputs = {"query": query, "key": key, "value": value, "mask": mask, "dropout_seed": seed}
+        self.mask_tiles = None
+        if call.listed:
+            key_tile = None if grad_key is None else call.tile("backward_key_value")
+            self.mask_tiles = MaskTiles(call, mask, call.tile("backward_query"), key_tile)
+        lists = self.mask_tiles.buffer if call.listed else None
+        inputs = {"query": query, "key": key, "value": value, "mask": mask, "mask_tiles": lists, "dropout_seed": seed}
         # Rows of statistics reach to the end of the last tile of every kernel, so that nobody needs bounds there.
         kernels = ("backward_query", "backward_key_value", "backward_mask")
         longest = max(call.tile(kernel).block_m for kernel in kernels)
@@ -266,8 +298,9 @@ class _BackwardPlan:
         query_strides |= call.strides("dqb dqh dqm dqd", query if grad_query is None else grad_query)
         self.query = call.launch(
             backward_kernels.attention_backward_query, self.padded_q // tile.block_m * call.batch * call.heads, tile,
-            pointers, query_strides, call.strides_of_mask(), scalars | {"logsumexp_pitch": ("i64", logsumexp_pitch)},
-            names | {"ONLY_DELTA": grad_query is None},
+            pointers, query_strides, call.strides_of_mask(),
+            scalars | {"logsumexp_pitch": ("i64", logsumexp_pitch)} | call.list_strides(self.mask_tiles),
+            names | {"ONLY_DELTA": grad_query is None, "BOUND_KEYS": call.seqlen_k % tile.block_n != 0},
             {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
         )
 
@@ -279,10 +312,12 @@ class _BackwardPlan:
             key_strides |= call.strides("dvb dvh dvn dvd", grad_value)
             bounds = {"BOUND_QUERIES": call.seqlen_q % tile.block_m != 0}
             bounds |= {"BOUND_KEYS": call.seqlen_k % tile.block_n != 0}
+            one_mask = call.mask_strides[1] == 0 or call.heads == call.kv_heads
+            bounds |= {"MASK_AT_END": call.mask_kind == MASK_BOOL and call.mask_strides[2] == 0 and one_mask}
             self.key_value = call.launch(
                 backward_kernels.attention_backward_key_value,
                 math.ceil(call.seqlen_k / tile.block_n) * call.batch * call.kv_heads, tile, pointers, key_strides,
-                call.strides_of_mask(), scalars, names | bounds,
+                call.strides_of_mask(), scalars | call.list_strides(self.mask_tiles, of_queries=True), names | bounds,
                 {"query": (tile.block_m, call.block_d), "grad_out": (tile.block_m, call.block_dv)},
             )
 
@@ -308,11 +343,18 @@ class _BackwardPlan:
             self.mask_dtype = mask.dtype if self.splits == 1 else torch.float32
             grad_mask = torch.empty(0, dtype=self.mask_dtype, device=query.device)
             pointers = inputs | statistics | {"grad_out": grad_out, "grad_mask": grad_mask}
+            del pointers["mask_tiles"]
             self.mask = call.launch(
                 backward_kernels.attention_backward_mask, owned * self.splits, tile, pointers, strides,
                 call.strides_of_mask() | mask_strides, scalars,
                 names | {"MASK_PER_KEY": mask_q == 1, "MASK_PER_QUERY": mask_k == 1},
             )
+
+    @property
+    def launches(self) -> list[Launch]:
+        """In the order in which they run."""
+        attention = [launch for launch in (self.query, self.key_value, self.mask) if launch is not None]
+        return [*(self.mask_tiles.launches if self.mask_tiles is not None else []), *attention]
 
     def allocate(self, query) -> torch.Tensor:
         """Room for the row statistics: float32 [planes, B, H, padded_q]."""
@@ -340,10 +382,11 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dr
             query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, grad_out, grad_query,
             grad_key, grad_value, needs_mask, pitch, allow_tf32))
     statistics = plan.allocate(query)
-    plan.query(query, key, value, mask, dropout_seed, out, logsumexp, _low_part(logsumexp), grad_out, statistics,
+    lists = None if plan.mask_tiles is None else plan.mask_tiles.make(mask)
+    plan.query(query, key, value, mask, lists, dropout_seed, out, logsumexp, _low_part(logsumexp), grad_out, statistics,
                grad_query)
     if plan.key_value is not None:
-        plan.key_value(query, key, value, mask, dropout_seed, statistics, grad_out, grad_key, grad_value)
+        plan.key_value(query, key, value, mask, lists, dropout_seed, statistics, grad_out, grad_key, grad_value)
     if plan.mask is None:
         return None
     buffer = torch.empty((plan.splits, *mask.shape), dtype=plan.mask_dtype, device=query.device)
@@ -362,11 +405,12 @@ def compile_for(target, query, key, value, mask=None, *, dropout_p=0.0, is_causa
     statistics = (2, *query.shape[:3]) if mask is not None and mask.dtype != torch.bool else query.shape[:3]
     lse = torch.empty(statistics) if logsumexp else None
     seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
-    launches = [_plan_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, allow_tf32, target)]
+    plan = _ForwardPlan(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, allow_tf32, target)
+    launches = plan.launches
     if backward:
         grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
         grad_out = torch.empty_like(out)
         plan = _BackwardPlan(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, grad_out, *grads,
                               mask_gradient, query.size(2), allow_tf32, target)
-        launches += [launch for launch in (plan.query, plan.key_value, plan.mask) if launch is not None]
+        launches += plan.launches
     return {launch.name: launch.compile(target) for launch in launches if only in (None, launch.name)}

@@ -52,17 +52,20 @@ def _load_statistics(statistics, plane, position, HAS_LOW: tl.constexpr):
 @triton.jit
 def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, key_index, row_key, column_key, mask,
                    stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
-                   BOUND_KEYS: tl.constexpr, DIAGONAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
-                   MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr):
+                   BOUND_KEYS: tl.constexpr, DIAGONAL: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr,
+                   MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr):
     """(probabilities after dropout, gradient of the scores) for one tile, in either orientation.
 
     high, low, delta, query_index and row_key broadcast along the keys, key_index and column_key along the queries.
+    NATURAL: high and scale are in natural units (there is a float mask, whether it matters here or not).
     """
     if MASK == MASK_FLOAT:
         bias = load_mask(mask, tl.minimum(query_index, seqlen_q - 1), key_index, stride_mq, stride_mk, seqlen_k, MASK,
                          MASK_PER_KEY, MASK_UNIT_STRIDE, BOUND_KEYS)
         probabilities = tl.exp2((((scores * scale + bias) - high) - low) * LOG2E)
         probabilities = tl.where(bias == float("-inf"), 0.0, probabilities)
+    elif NATURAL:
+        probabilities = tl.exp2(scores * (scale * LOG2E) - (high * LOG2E + low * LOG2E))
     else:
         probabilities = tl.exp2(scores * scale - high)
         if MASK == MASK_BOOL:
@@ -83,16 +86,23 @@ def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, ke
 
 
 @triton.jit
-def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, first, last, query_index, row_key, key,
-                value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
+def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, first, last, entries, query_index,
+                row_key, key, value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
                 stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                 BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-                MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr,
-                UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
-    """The loop of attention_backward_query over the keys first..last."""
+                NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, STEP: tl.constexpr,
+                DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
+    """The loop of attention_backward_query over the keys first..last, or a list of blocks (see the forward's)."""
     keys = tl.arange(0, BLOCK_N)
-    for start in tl.range(first, last, BLOCK_N):
+    if STEP != 0:
+        upcoming = tl.load(entries)
+    for counter in tl.range(first, last, 1 if STEP != 0 else BLOCK_N):
+        if STEP != 0:
+            start = upcoming.to(tl.int32) * BLOCK_N
+            upcoming = tl.load(entries + (counter + 1) * STEP)
+        else:
+            start = counter
         key_index = start + keys
         key_tile = stream_tile(key, batch, kv_head, start, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D,
                                HEAD_DIM, UNIT_STRIDE, PARTIAL, TMA)
@@ -104,15 +114,15 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, fi
         _, grad_scores = _gradient_tile(
             scores, grad_probabilities, high[:, None], low[:, None], delta[:, None], query_index[:, None],
             key_index[None, :], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
-            dropout_threshold, dropout_scale, PARTIAL, PARTIAL and CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE,
-            DROPOUT)
+            dropout_threshold, dropout_scale, PARTIAL, PARTIAL and CAUSAL, MASK, NATURAL, MASK_PER_KEY,
+            MASK_UNIT_STRIDE, DROPOUT)
         grad_query_tile = tl.dot(grad_scores.to(key_tile.dtype), key_tile, grad_query_tile, input_precision=PRECISION)
     return grad_query_tile
 
 
 @triton.jit
 def attention_backward_query(
-    query, key, value, mask, dropout_seed, out, logsumexp, logsumexp_low, grad_out, statistics, grad_query,
+    query, key, value, mask, mask_tiles, dropout_seed, out, logsumexp, logsumexp_low, grad_out, statistics, grad_query,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -120,26 +130,28 @@ def attention_backward_query(
     stride_ob, stride_oh, stride_om, stride_od,
     stride_gb, stride_gh, stride_gm, stride_gd,
     stride_dqb, stride_dqh, stride_dqm, stride_dqd,
+    stride_lb, stride_lh, stride_lt, lists_offset,
     logsumexp_pitch, padded_q, plane, num_heads, group_size, seqlen_q, seqlen_k, scale, out_scale, dropout_threshold,
     dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
-    ONLY_DELTA: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, LISTED: tl.constexpr, BOUND_KEYS: tl.constexpr,
+    HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, ONLY_DELTA: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """grad_query like query, and the row statistics for the other kernels. ONLY_DELTA: the query needs no gradient.
 
     scale multiplies the scores (with log2(e) unless there is a float mask), out_scale the result. statistics is
     float32, planes of [B, H, padded_q]: logsumexp in the units of the scores, delta and, if HAS_LOW, logsumexp_low.
     Rows that see no key and rows past the end get +inf, so that their probabilities come out as zeros: our forward
-    writes -inf for the former, some of PyTorch's +inf.
+    writes -inf for the former, some of PyTorch's +inf. LISTED: the key blocks to visit are lists in mask_tiles.
     """
     num_tiles = padded_q // BLOCK_M
     program = tl.program_id(0)
     head_index = program // num_tiles
     tile = program % num_tiles
-    if CAUSAL:
-        tile = num_tiles - 1 - tile  # longest first
+    if CAUSAL or LISTED:
+        tile = num_tiles - 1 - tile  # longest first, or so it is where the mask is causal
     batch = head_index // num_heads
     head = head_index % num_heads
     kv_head = head // group_size
@@ -186,40 +198,59 @@ def attention_backward_query(
         query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM,
                                UNIT_STRIDE, True)
         grad_query_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        if CAUSAL:
-            last = tl.minimum(seqlen_k, first_query + BLOCK_M)
-            whole = tl.minimum(seqlen_k, first_query + 1) // BLOCK_N * BLOCK_N
+        NATURAL: tl.constexpr = MASK == MASK_FLOAT
+        if LISTED:
+            # Tiles past the end only have statistics to leave; whatever they visit comes to nothing.
+            block = tl.minimum(tile, tl.cdiv(seqlen_q, BLOCK_M) - 1)
+            lists = mask_tiles + lists_offset + batch * stride_lb + head * stride_lh + block * stride_lt
+            full_end = tl.load(lists).to(tl.int32)
+            partial_end = tl.load(lists + 1).to(tl.int32)
+            partial_begin = 0
+            full_entries = lists + 2
+            partial_entries = lists + (1 + tl.cdiv(seqlen_k, BLOCK_N))
         else:
-            last = seqlen_k
-            whole = seqlen_k // BLOCK_N * BLOCK_N
+            full_end = (tl.minimum(seqlen_k, first_query + 1) if CAUSAL else seqlen_k) // BLOCK_N * BLOCK_N
+            partial_end = tl.minimum(seqlen_k, first_query + BLOCK_M) if CAUSAL else seqlen_k
+            partial_begin = full_end
+            full_entries = mask_tiles
+            partial_entries = mask_tiles
         grad_query_tile = _visit_keys(
-            grad_query_tile, query_tile, grad_out_tile, high, low, delta, 0, whole, query_index, row_key, key, value,
-            mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
-            seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-            BLOCK_N, False, CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
-        if whole < last:
+            grad_query_tile, query_tile, grad_out_tile, high, low, delta, 0, full_end, full_entries, query_index,
+            row_key, key, value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd,
+            stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V,
+            BLOCK_D, BLOCK_DV, BLOCK_N, False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY,
+            MASK_UNIT_STRIDE, 1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+        if partial_begin < partial_end:
             grad_query_tile = _visit_keys(
-                grad_query_tile, query_tile, grad_out_tile, high, low, delta, whole, last, query_index, row_key, key,
-                value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
-                stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                BLOCK_DV, BLOCK_N, True, CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA,
+                grad_query_tile, query_tile, grad_out_tile, high, low, delta, partial_begin, partial_end,
+                partial_entries, query_index, row_key, key, value, mask, batch, kv_head, seed, head_index, stride_kn,
+                stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
+                dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL,
+                MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA,
                 PRECISION)
         store_tile(grad_query, grad_query_tile * out_scale, first_query, rows, stride_dqm, stride_dqd, seqlen_q,
                    BLOCK_D, HEAD_DIM, UNIT_STRIDE)
 
 
 @triton.jit
-def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, key_index, column_key, query,
-                   mask, batch, head, seed, statistics, plane, grad_out, head_index, stride_qm, stride_qd, stride_gm,
+def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, entries, key_index, column_key,
+                   query, mask, batch, head, seed, statistics, plane, grad_out, head_index, stride_qm, stride_qd, stride_gm,
                    stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
                    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                    BLOCK_M: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
-                   DIAGONAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
-                   MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
+                   DIAGONAL: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr,
+                   MASK_UNIT_STRIDE: tl.constexpr, STEP: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
                    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
-    """The loop of attention_backward_key_value over the queries first..last of one head."""
+    """The loop of attention_backward_key_value over the queries first..last of one head, or a list of blocks."""
     rows = tl.arange(0, BLOCK_M)
-    for start in tl.range(first, last, BLOCK_M):
+    if STEP != 0:
+        upcoming = tl.load(entries)
+    for counter in tl.range(first, last, 1 if STEP != 0 else BLOCK_M):
+        if STEP != 0:
+            start = upcoming.to(tl.int32) * BLOCK_M
+            upcoming = tl.load(entries + (counter + 1) * STEP)
+        else:
+            start = counter
         query_index = start + rows
         query_tile = stream_tile(query, batch, head, start, rows, stride_qm, stride_qd, seqlen_q, BLOCK_M, BLOCK_D,
                                  HEAD_DIM, UNIT_STRIDE, BOUND_QUERIES, TMA)
@@ -234,7 +265,7 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
         kept, grad_scores = _gradient_tile(
             scores, grad_probabilities, high, low, delta, query_index[None, :],
             key_index[:, None], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
-            dropout_threshold, dropout_scale, BOUND_KEYS and MASK != MASK_NONE, DIAGONAL, MASK, MASK_PER_KEY,
+            dropout_threshold, dropout_scale, BOUND_KEYS and MASK != MASK_NONE, DIAGONAL, MASK, NATURAL, MASK_PER_KEY,
             MASK_UNIT_STRIDE, DROPOUT)
         grad_value_tile = tl.dot(kept.to(grad_out_tile.dtype), grad_out_tile, grad_value_tile,
                                  input_precision=PRECISION)
@@ -244,7 +275,7 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
 
 @triton.jit
 def attention_backward_key_value(
-    query, key, value, mask, dropout_seed, statistics, grad_out, grad_key, grad_value,
+    query, key, value, mask, mask_tiles, dropout_seed, statistics, grad_out, grad_key, grad_value,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -252,13 +283,19 @@ def attention_backward_key_value(
     stride_gb, stride_gh, stride_gm, stride_gd,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd,
     stride_dvb, stride_dvh, stride_dvn, stride_dvd,
+    stride_lb, stride_lh, stride_lt, lists_offset,
     padded_q, plane, num_heads, group_size, seqlen_q, seqlen_k, scale, out_scale, dropout_threshold, dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
-    HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASK_AT_END: tl.constexpr, LISTED: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics."""
+    """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics.
+
+    LISTED: the query blocks to visit are lists in mask_tiles. MASK_AT_END: a bool mask with one row for all queries of
+    these heads needs no comparisons in the loop, its keys' gradients are set to zero at the end.
+    """
     num_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     program = tl.program_id(0)
     kv_index = program // num_tiles
@@ -286,6 +323,12 @@ def attention_backward_key_value(
     # Causal: one loop that compares everywhere beats a loop for the diagonal and one for the rest (11% at head_dim
     # 128), which share their registers badly.
     first = first_key // BLOCK_M * BLOCK_M if CAUSAL else 0
+    last = seqlen_q
+    NATURAL: tl.constexpr = MASK == MASK_FLOAT
+    if MASK_AT_END:
+        seen = load_mask(mask + batch * stride_mb + kv_head * group_size * stride_mh, key_index, key_index, stride_mq,
+                         stride_mk, seqlen_k, MASK, True, MASK_UNIT_STRIDE, True)
+        last = tl.where(tl.max(seen.to(tl.int32), 0) > 0, seqlen_q, 0)
     for member in range(group_size):
         head_index = kv_index * group_size + member
         head = kv_head * group_size + member
@@ -294,12 +337,39 @@ def attention_backward_key_value(
         head_mask = mask + (batch * stride_mb + head * stride_mh) if MASK != MASK_NONE else mask
         head_statistics = statistics + head_index.to(tl.int64) * padded_q
         column_key = dropout_column_key(seed, key_index, head_index)[:, None] if DROPOUT else 0
+        begin = first
+        end = last
+        full_end = 0
+        lists = mask_tiles
+        full_entries = mask_tiles
+        mixed_entries = mask_tiles
+        if LISTED:
+            lists = mask_tiles + lists_offset + batch * stride_lb + head * stride_lh + tile * stride_lt
+            full_end = tl.load(lists).to(tl.int32)
+            end = tl.load(lists + 1).to(tl.int32)
+            if MASK_PER_KEY:
+                end = tl.where(full_end + end > 0, seqlen_q, 0)
+            else:
+                begin = 0
+                full_entries = lists + 2
+                mixed_entries = lists + (1 + tl.cdiv(seqlen_q, BLOCK_M))
+                grad_key_tile, grad_value_tile = _visit_queries(
+                    grad_key_tile, grad_value_tile, key_tile, value_tile, 0, full_end, full_entries, key_index,
+                    column_key, head_query, head_mask, batch, head, seed, head_statistics, plane, head_grad_out,
+                    head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k,
+                    scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M,
+                    BOUND_QUERIES, BOUND_KEYS, False, MASK_NONE, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, 1, HAS_LOW,
+                    DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         grad_key_tile, grad_value_tile = _visit_queries(
-            grad_key_tile, grad_value_tile, key_tile, value_tile, first, seqlen_q, key_index, column_key, head_query,
-            head_mask, batch, head, seed, head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd,
-            stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK, MASK_PER_KEY,
-            MASK_UNIT_STRIDE, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+            grad_key_tile, grad_value_tile, key_tile, value_tile, begin, end, mixed_entries, key_index, column_key,
+            head_query, head_mask, batch, head, seed, head_statistics, plane, head_grad_out, head_index, stride_qm,
+            stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
+            dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BOUND_QUERIES, BOUND_KEYS, CAUSAL,
+            MASK_NONE if MASK_AT_END else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE,
+            -1 if LISTED and not MASK_PER_KEY else 0, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+    if MASK_AT_END:
+        grad_key_tile = tl.where(seen[:, None], grad_key_tile, 0.0)
+        grad_value_tile = tl.where(seen[:, None], grad_value_tile, 0.0)
     store_tile(grad_key, grad_key_tile * out_scale, first_key, keys, stride_dkn, stride_dkd, seqlen_k, BLOCK_D,
                HEAD_DIM, UNIT_STRIDE)
     store_tile(grad_value, grad_value_tile, first_key, keys, stride_dvn, stride_dvd, seqlen_k, BLOCK_DV, HEAD_DIM_V,
@@ -376,7 +446,7 @@ def attention_backward_mask(
         _, grad_scores = _gradient_tile(
             scores, grad_probabilities, high, low, delta, query_index[:, None],
             key_index[None, :], row_key, column_key, mask + (batch * stride_mb + head * stride_mh), stride_mq,
-            stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, True, False, MASK, MASK_PER_KEY,
+            stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, True, False, MASK, True, MASK_PER_KEY,
             MASK_UNIT_STRIDE, DROPOUT)
         total += grad_scores
 
