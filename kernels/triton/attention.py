@@ -25,6 +25,7 @@ from .tiles import choose, family
 MASK_NONE, MASK_BOOL, MASK_FLOAT = _NONE.value, _BOOL.value, _FLOAT.value
 _LOG2E = math.log2(math.e)
 _MAX_PLANS = 4096
+MAP_MASKS = True  # for measurements: False has mask tiles loaded by pointers everywhere
 _plans: dict[tuple, object] = {}
 
 
@@ -105,6 +106,11 @@ class _Call:
             self.mask_offset_type = "i32" if extent < 2**31 else "i64"
 
         self.listed = mask is not None and self.worth_listing(query, mask)
+        # Tiles of the mask come by tensor maps too, with the sizes that it has in memory; a row for all queries does not.
+        self.mask_can_be_mapped = False
+        if mask is not None and self.mask_strides[2] != 0:
+            self.unexpanded_mask = mask[tuple(slice(None if stride else 1) for stride in self.mask_strides[:2])]
+            self.mask_can_be_mapped = MAP_MASKS and TensorMap.accepts(self.unexpanded_mask)
         self.constants = {
             "HEAD_DIM": head_dim,
             "HEAD_DIM_V": head_dim_v,
@@ -151,7 +157,9 @@ class _Call:
     def strides_of_mask(self) -> dict:
         b, h, q, k = self.mask_strides
         narrow = self.mask_offset_type
-        return {"stride_mb": ("i64", b), "stride_mh": ("i64", h), "stride_mq": (narrow, q), "stride_mk": (narrow, k)}
+        steps = {"mask_batch_step": ("i32", int(b != 0)), "mask_head_step": ("i32", int(h != 0))}
+        strides = {"stride_mb": ("i64", b), "stride_mh": ("i64", h), "stride_mq": (narrow, q), "stride_mk": (narrow, k)}
+        return strides | steps
 
     def list_strides(self, mask_tiles, of_queries: bool = False) -> dict:
         """How far lists of blocks are apart; with none, any numbers will do."""
@@ -169,7 +177,7 @@ class _Call:
             found |= {name: 16 for name in pointers if name not in others}
         if self.mask_divisor > 1:
             found |= dict.fromkeys(("stride_mb", "stride_mh", "stride_mq"), 16)
-            found |= {"mask": 16}
+            found |= {"mask": 16} if "mask" in pointers else {}
         absent = {name for name, tensor in pointers.items() if tensor is None}
         return {name: value for name, value in found.items() if name not in absent}
 
@@ -187,6 +195,9 @@ class _Call:
         if can_map and all(TensorMap.accepts(pointers[name]) for name in streamed):
             maps = {name: TensorMap(pointers[name], *block) for name, block in streamed.items()}
         constants = self.constants | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": bool(maps)} | names
+        constants["MASK_TMA"] = bool(maps) and self.mask_can_be_mapped
+        if constants["MASK_TMA"]:
+            maps["mask"] = TensorMap(self.unexpanded_mask, tile.block_m, tile.block_n)
         launch = Launch(
             kernel,
             programs,

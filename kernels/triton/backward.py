@@ -50,28 +50,24 @@ def _load_statistics(statistics, plane, position, HAS_LOW: tl.constexpr):
 
 
 @triton.jit
-def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, key_index, row_key, column_key, mask,
-                   stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
-                   BOUND_KEYS: tl.constexpr, DIAGONAL: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr,
-                   MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr):
+def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, key_index, row_key, column_key, mask_tile,
+                   seqlen_k, scale, dropout_threshold, dropout_scale, BOUND_KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
+                   MASK: tl.constexpr, NATURAL: tl.constexpr, DROPOUT: tl.constexpr):
     """(probabilities after dropout, gradient of the scores) for one tile, in either orientation.
 
     high, low, delta, query_index and row_key broadcast along the keys, key_index and column_key along the queries.
-    NATURAL: high and scale are in natural units (there is a float mask, whether it matters here or not).
+    mask_tile is what load_mask gave. NATURAL: high and scale are in natural units (there is a float mask, whether it
+    matters here or not).
     """
     if MASK == MASK_FLOAT:
-        bias = load_mask(mask, tl.minimum(query_index, seqlen_q - 1), key_index, stride_mq, stride_mk, seqlen_k, MASK,
-                         MASK_PER_KEY, MASK_UNIT_STRIDE, BOUND_KEYS)
-        probabilities = tl.exp2((((scores * scale + bias) - high) - low) * LOG2E)
-        probabilities = tl.where(bias == float("-inf"), 0.0, probabilities)
+        probabilities = tl.exp2((((scores * scale + mask_tile) - high) - low) * LOG2E)
+        probabilities = tl.where(mask_tile == float("-inf"), 0.0, probabilities)
     elif NATURAL:
         probabilities = tl.exp2(scores * (scale * LOG2E) - (high * LOG2E + low * LOG2E))
     else:
         probabilities = tl.exp2(scores * scale - high)
         if MASK == MASK_BOOL:
-            seen = load_mask(mask, tl.minimum(query_index, seqlen_q - 1), key_index, stride_mq, stride_mk, seqlen_k,
-                             MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, BOUND_KEYS)
-            probabilities = tl.where(seen, probabilities, 0.0)
+            probabilities = tl.where(mask_tile, probabilities, 0.0)
     if DIAGONAL:
         probabilities = tl.where(query_index >= key_index, probabilities, 0.0)
     if BOUND_KEYS and MASK == MASK_NONE:  # the masks above have done it
@@ -86,12 +82,12 @@ def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, ke
 
 
 @triton.jit
-def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, first, last, entries, query_index,
-                row_key, key, value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
+def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, first, last, entries, first_query,
+                query_index, row_key, key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
                 stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-                NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, STEP: tl.constexpr,
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+                NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, STEP: tl.constexpr,
                 DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
     """The loop of attention_backward_query over the keys first..last, or a list of blocks (see the forward's)."""
     keys = tl.arange(0, BLOCK_N)
@@ -111,11 +107,13 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, fi
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
         grad_probabilities = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
         column_key = dropout_column_key(seed, key_index, head_index)[None, :] if DROPOUT else 0
+        mask_tile = load_mask(mask, mask_batch, mask_head, first_query, start, query_index[:, None], key_index[None, :],
+                              stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY,
+                              MASK_UNIT_STRIDE, PARTIAL, False, MASK_TMA)
         _, grad_scores = _gradient_tile(
             scores, grad_probabilities, high[:, None], low[:, None], delta[:, None], query_index[:, None],
-            key_index[None, :], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
-            dropout_threshold, dropout_scale, PARTIAL, PARTIAL and CAUSAL, MASK, NATURAL, MASK_PER_KEY,
-            MASK_UNIT_STRIDE, DROPOUT)
+            key_index[None, :], row_key, column_key, mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale,
+            PARTIAL, PARTIAL and CAUSAL, MASK, NATURAL, DROPOUT)
         grad_query_tile = tl.dot(grad_scores.to(key_tile.dtype), key_tile, grad_query_tile, input_precision=PRECISION)
     return grad_query_tile
 
@@ -130,12 +128,12 @@ def attention_backward_query(
     stride_ob, stride_oh, stride_om, stride_od,
     stride_gb, stride_gh, stride_gm, stride_gd,
     stride_dqb, stride_dqh, stride_dqm, stride_dqd,
-    stride_lb, stride_lh, stride_lt, lists_offset,
+    mask_batch_step, mask_head_step, stride_lb, stride_lh, stride_lt, lists_offset,
     logsumexp_pitch, padded_q, plane, num_heads, group_size, seqlen_q, seqlen_k, scale, out_scale, dropout_threshold,
     dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, LISTED: tl.constexpr, BOUND_KEYS: tl.constexpr,
+    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, LISTED: tl.constexpr, BOUND_KEYS: tl.constexpr,
     HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, ONLY_DELTA: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -187,7 +185,9 @@ def attention_backward_query(
             key += batch * stride_kb + kv_head * stride_kh
             value += batch * stride_vb + kv_head * stride_vh
         grad_query += batch * stride_dqb + head * stride_dqh
-        if MASK != MASK_NONE:
+        mask_batch = batch * mask_batch_step
+        mask_head = head * mask_head_step
+        if MASK != MASK_NONE and not MASK_TMA:
             mask += batch * stride_mb + head * stride_mh
         if DROPOUT:
             seed = tl.load(dropout_seed)
@@ -215,31 +215,32 @@ def attention_backward_query(
             full_entries = mask_tiles
             partial_entries = mask_tiles
         grad_query_tile = _visit_keys(
-            grad_query_tile, query_tile, grad_out_tile, high, low, delta, 0, full_end, full_entries, query_index,
-            row_key, key, value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd,
+            grad_query_tile, query_tile, grad_out_tile, high, low, delta, 0, full_end, full_entries, first_query,
+            query_index, row_key, key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd,
             stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V,
-            BLOCK_D, BLOCK_DV, BLOCK_N, False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY,
-            MASK_UNIT_STRIDE, 1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+            BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY,
+            MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         if partial_begin < partial_end:
             grad_query_tile = _visit_keys(
                 grad_query_tile, query_tile, grad_out_tile, high, low, delta, partial_begin, partial_end,
-                partial_entries, query_index, row_key, key, value, mask, batch, kv_head, seed, head_index, stride_kn,
+                partial_entries, first_query, query_index, row_key, key, value, mask, mask_batch, mask_head, batch,
+                kv_head, seed, head_index, stride_kn,
                 stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
-                dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL,
-                MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA,
+                dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL,
+                MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA,
                 PRECISION)
         store_tile(grad_query, grad_query_tile * out_scale, first_query, rows, stride_dqm, stride_dqd, seqlen_q,
                    BLOCK_D, HEAD_DIM, UNIT_STRIDE)
 
 
 @triton.jit
-def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, entries, key_index, column_key,
-                   query, mask, batch, head, seed, statistics, plane, grad_out, head_index, stride_qm, stride_qd, stride_gm,
+def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, entries, first_key, key_index, column_key,
+                   query, mask, mask_batch, mask_head, batch, head, seed, statistics, plane, grad_out, head_index, stride_qm, stride_qd, stride_gm,
                    stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
                    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
                    DIAGONAL: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr,
-                   MASK_UNIT_STRIDE: tl.constexpr, STEP: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
+                   MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, STEP: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
                    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
     """The loop of attention_backward_key_value over the queries first..last of one head, or a list of blocks."""
     rows = tl.arange(0, BLOCK_M)
@@ -262,11 +263,12 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
         grad_probabilities = tl.dot(value_tile, tl.trans(grad_out_tile), input_precision=PRECISION)
         row_key = dropout_row_key(seed, query_index, head_index)[None, :] if DROPOUT else 0
         # Keys past the end are not stored: only loads of the mask need bounds there.
+        mask_tile = load_mask(mask, mask_batch, mask_head, start, first_key, query_index[None, :], key_index[:, None],
+                              stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY,
+                              MASK_UNIT_STRIDE, BOUND_KEYS, True, MASK_TMA)
         kept, grad_scores = _gradient_tile(
-            scores, grad_probabilities, high, low, delta, query_index[None, :],
-            key_index[:, None], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
-            dropout_threshold, dropout_scale, BOUND_KEYS and MASK != MASK_NONE, DIAGONAL, MASK, NATURAL, MASK_PER_KEY,
-            MASK_UNIT_STRIDE, DROPOUT)
+            scores, grad_probabilities, high, low, delta, query_index[None, :], key_index[:, None], row_key, column_key,
+            mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale, False, DIAGONAL, MASK, NATURAL, DROPOUT)
         grad_value_tile = tl.dot(kept.to(grad_out_tile.dtype), grad_out_tile, grad_value_tile,
                                  input_precision=PRECISION)
         grad_key_tile = tl.dot(grad_scores.to(query_tile.dtype), query_tile, grad_key_tile, input_precision=PRECISION)
@@ -283,12 +285,12 @@ def attention_backward_key_value(
     stride_gb, stride_gh, stride_gm, stride_gd,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd,
     stride_dvb, stride_dvh, stride_dvn, stride_dvd,
-    stride_lb, stride_lh, stride_lt, lists_offset,
+    mask_batch_step, mask_head_step, stride_lb, stride_lh, stride_lt, lists_offset,
     padded_q, plane, num_heads, group_size, seqlen_q, seqlen_k, scale, out_scale, dropout_threshold, dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
-    MASK_AT_END: tl.constexpr, LISTED: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
+    MASK_TMA: tl.constexpr, MASK_AT_END: tl.constexpr, LISTED: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics.
@@ -326,15 +328,20 @@ def attention_backward_key_value(
     last = seqlen_q
     NATURAL: tl.constexpr = MASK == MASK_FLOAT
     if MASK_AT_END:
-        seen = load_mask(mask + batch * stride_mb + kv_head * group_size * stride_mh, key_index, key_index, stride_mq,
-                         stride_mk, seqlen_k, MASK, True, MASK_UNIT_STRIDE, True)
+        keys_mask = mask + (batch * stride_mb + kv_head * group_size * stride_mh)
+        seen = load_mask(keys_mask, 0, 0, 0, 0, 0, key_index, stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N,
+                         MASK, True, MASK_UNIT_STRIDE, True, False, False)
         last = tl.where(tl.max(seen.to(tl.int32), 0) > 0, seqlen_q, 0)
     for member in range(group_size):
         head_index = kv_index * group_size + member
         head = kv_head * group_size + member
         head_query = query if TMA else query + (batch * stride_qb + head * stride_qh)
         head_grad_out = grad_out if TMA else grad_out + (batch * stride_gb + head * stride_gh)
-        head_mask = mask + (batch * stride_mb + head * stride_mh) if MASK != MASK_NONE else mask
+        mask_batch = batch * mask_batch_step
+        mask_head = head * mask_head_step
+        head_mask = mask
+        if MASK != MASK_NONE and not MASK_TMA:
+            head_mask += batch * stride_mb + head * stride_mh
         head_statistics = statistics + head_index.to(tl.int64) * padded_q
         column_key = dropout_column_key(seed, key_index, head_index)[:, None] if DROPOUT else 0
         begin = first
@@ -354,19 +361,19 @@ def attention_backward_key_value(
                 full_entries = lists + 2
                 mixed_entries = lists + (1 + tl.cdiv(seqlen_q, BLOCK_M))
                 grad_key_tile, grad_value_tile = _visit_queries(
-                    grad_key_tile, grad_value_tile, key_tile, value_tile, 0, full_end, full_entries, key_index,
-                    column_key, head_query, head_mask, batch, head, seed, head_statistics, plane, head_grad_out,
+                    grad_key_tile, grad_value_tile, key_tile, value_tile, 0, full_end, full_entries, first_key,
+                    key_index, column_key, head_query, head_mask, mask_batch, mask_head, batch, head, seed, head_statistics, plane, head_grad_out,
                     head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k,
                     scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M,
-                    BOUND_QUERIES, BOUND_KEYS, False, MASK_NONE, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, 1, HAS_LOW,
+                    BLOCK_N, BOUND_QUERIES, BOUND_KEYS, False, MASK_NONE, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1, HAS_LOW,
                     DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         grad_key_tile, grad_value_tile = _visit_queries(
-            grad_key_tile, grad_value_tile, key_tile, value_tile, begin, end, mixed_entries, key_index, column_key,
-            head_query, head_mask, batch, head, seed, head_statistics, plane, head_grad_out, head_index, stride_qm,
+            grad_key_tile, grad_value_tile, key_tile, value_tile, begin, end, mixed_entries, first_key, key_index,
+            column_key, head_query, head_mask, mask_batch, mask_head, batch, head, seed, head_statistics, plane, head_grad_out, head_index, stride_qm,
             stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
-            dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BOUND_QUERIES, BOUND_KEYS, CAUSAL,
+            dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, CAUSAL,
             MASK_NONE if MASK_AT_END else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE,
-            -1 if LISTED and not MASK_PER_KEY else 0, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+            MASK_TMA, -1 if LISTED and not MASK_PER_KEY else 0, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
     if MASK_AT_END:
         grad_key_tile = tl.where(seen[:, None], grad_key_tile, 0.0)
         grad_value_tile = tl.where(seen[:, None], grad_value_tile, 0.0)
@@ -443,11 +450,12 @@ def attention_backward_mask(
         high, low, delta = _load_statistics(statistics, plane, position[:, None], HAS_LOW)
         row_key = dropout_row_key(seed, query_index, head_index)[:, None] if DROPOUT else 0
         column_key = dropout_column_key(seed, key_index, head_index)[None, :] if DROPOUT else 0
+        mask_tile = load_mask(mask + (batch * stride_mb + head * stride_mh), 0, 0, first_query, first_key,
+                              query_index[:, None], key_index[None, :], stride_mq, stride_mk, seqlen_q, seqlen_k,
+                              BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, True, False, False)
         _, grad_scores = _gradient_tile(
-            scores, grad_probabilities, high, low, delta, query_index[:, None],
-            key_index[None, :], row_key, column_key, mask + (batch * stride_mb + head * stride_mh), stride_mq,
-            stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, True, False, MASK, True, MASK_PER_KEY,
-            MASK_UNIT_STRIDE, DROPOUT)
+            scores, grad_probabilities, high, low, delta, query_index[:, None], key_index[None, :], row_key, column_key,
+            mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale, True, False, MASK, True, DROPOUT)
         total += grad_scores
 
     grad_mask += split * stride_ds + owned_batch.to(tl.int64) * stride_db + owned_head.to(tl.int64) * stride_dh

@@ -37,11 +37,11 @@ from .common import (
 
 @triton.jit
 def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries, first_query, query_rows, key, value,
-                mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
+                mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
                 seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-                NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, STEP: tl.constexpr,
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+                NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, STEP: tl.constexpr,
                 DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
     """The loop over the keys first..last; PARTIAL: some may lie outside of the sequence or above the diagonal.
 
@@ -50,8 +50,6 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries,
     """
     keys = tl.arange(0, BLOCK_N)
     query_index = first_query + query_rows
-    # Rows past the end are not stored, so any row of the mask will do for them.
-    mask_rows = tl.minimum(query_index, seqlen_q - 1)
     if DROPOUT:
         row_key = dropout_row_key(seed, query_index, head_index)
     if STEP != 0:
@@ -69,12 +67,14 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries,
         key_index = start + keys
         if MASK == MASK_FLOAT:
             # Natural units: finfo.min times log2(e) would be -inf, and such a row is not masked (it gives the mean).
-            bias = load_mask(mask, mask_rows[:, None], key_index[None, :], stride_mq, stride_mk, seqlen_k, MASK,
-                             MASK_PER_KEY, MASK_UNIT_STRIDE, PARTIAL)
+            bias = load_mask(mask, mask_batch, mask_head, first_query, start, query_index[:, None], key_index[None, :],
+                             stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY,
+                             MASK_UNIT_STRIDE, PARTIAL, False, MASK_TMA)
             scores = tl.where(bias == float("-inf"), float("-inf"), scores * scale + bias)
         elif MASK == MASK_BOOL:
-            seen = load_mask(mask, mask_rows[:, None], key_index[None, :], stride_mq, stride_mk, seqlen_k, MASK,
-                             MASK_PER_KEY, MASK_UNIT_STRIDE, PARTIAL)
+            seen = load_mask(mask, mask_batch, mask_head, first_query, start, query_index[:, None], key_index[None, :],
+                             stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY,
+                             MASK_UNIT_STRIDE, PARTIAL, False, MASK_TMA)
             scores = tl.where(seen, scores, float("-inf"))
         elif PARTIAL:
             if CAUSAL:
@@ -118,11 +118,11 @@ def attention_forward(
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_mb, stride_mh, stride_mq, stride_mk,
     stride_ob, stride_oh, stride_om, stride_od,
-    stride_lb, stride_lh, stride_lt, lists_offset,
+    mask_batch_step, mask_head_step, stride_lb, stride_lh, stride_lt, lists_offset,
     num_heads, group_size, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, LISTED: tl.constexpr, BOUND_KEYS: tl.constexpr,
+    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, LISTED: tl.constexpr, BOUND_KEYS: tl.constexpr,
     DROPOUT: tl.constexpr, STORE_LOGSUMEXP: tl.constexpr, QUERY_FACTOR: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -148,7 +148,9 @@ def attention_forward(
     if not TMA:
         key += batch * stride_kb + kv_head * stride_kh
         value += batch * stride_vb + kv_head * stride_vh
-    if MASK != MASK_NONE:
+    mask_batch = batch * mask_batch_step
+    mask_head = head * mask_head_step
+    if MASK != MASK_NONE and not MASK_TMA:
         mask += batch * stride_mb + head * stride_mh
     if DROPOUT:
         seed = tl.load(dropout_seed)
@@ -181,17 +183,17 @@ def attention_forward(
         partial_entries = mask_tiles
     accumulator, row_max, row_sum = _visit_keys(
         accumulator, row_max, row_sum, query_tile, 0, full_end, full_entries, first_query, rows, key, value, mask,
-        batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q,
-        seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, False,
-        CAUSAL, MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, 1 if LISTED else 0, DROPOUT,
+        mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q,
+        seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False,
+        CAUSAL, MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0, DROPOUT,
         UNIT_STRIDE, TMA, PRECISION)
     if partial_begin < partial_end:
         accumulator, row_max, row_sum = _visit_keys(
             accumulator, row_max, row_sum, query_tile, partial_begin, partial_end, partial_entries, first_query, rows,
-            key, value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
+            key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
             stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-            BLOCK_DV, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE,
-            -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+            BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE,
+            MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
 
     # A row that sees no key has sum 0 and an accumulator of zeros: zeros it gives. NaN stays NaN.
     accumulator = accumulator * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
