@@ -25,7 +25,10 @@ from .tiles import choose, family
 MASK_NONE, MASK_BOOL, MASK_FLOAT = _NONE.value, _BOOL.value, _FLOAT.value
 _LOG2E = math.log2(math.e)
 _MAX_PLANS = 4096
-MAP_MASKS = True  # for measurements: False has mask tiles loaded by pointers everywhere
+# For measurements (benchmarks/tune_masks.py): mask tiles by tensor maps or by pointers everywhere; one loop over full and
+# mixed tiles in backward_key_value, or two.
+MAP_MASKS = True
+ONE_LOOP = False
 _plans: dict[tuple, object] = {}
 
 
@@ -186,7 +189,8 @@ class _Call:
         kind = "masked" if self.mask_kind != MASK_NONE else "causal" if self.is_causal else "full"
         return choose(kernel, self.family, self.dtype.itemsize, self.head_dim_padded, kind)
 
-    def launch(self, kernel, programs, tile, pointers, strides, mask_strides, scalars, names, streamed=None):
+    def launch(self, kernel, programs, tile, pointers, strides, mask_strides, scalars, names, streamed=None,
+               rows_of_statistics=None, whole_mask=True):
         """streamed: {name: (rows, columns) of its tiles} for the tensors that the kernel's loop walks."""
         order = kernel.arg_names
         every_scalar = strides | mask_strides | scalars
@@ -195,7 +199,9 @@ class _Call:
         if can_map and all(TensorMap.accepts(pointers[name]) for name in streamed):
             maps = {name: TensorMap(pointers[name], *block) for name, block in streamed.items()}
         constants = self.constants | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": bool(maps)} | names
-        constants["MASK_TMA"] = bool(maps) and self.mask_can_be_mapped
+        constants["MASK_TMA"] = bool(maps) and self.mask_can_be_mapped and whole_mask
+        if maps and rows_of_statistics is not None:
+            maps["statistics"] = TensorMap(rows_of_statistics, 1, tile.block_m)
         if constants["MASK_TMA"]:
             maps["mask"] = TensorMap(self.unexpanded_mask, tile.block_m, tile.block_n)
         launch = Launch(
@@ -295,6 +301,7 @@ class _BackwardPlan:
         plane = call.batch * call.heads * self.padded_q
         # Its type is all that matters of a buffer here; each call brings its own.
         statistics = {"statistics": torch.empty(0, dtype=torch.float32, device=query.device)}
+        rows_of_statistics = torch.empty((1, self.planes, call.batch * call.heads, self.padded_q), device="meta")
         strides = (call.strides("qb qh qm qd", query) | call.strides("kb kh kn kd", key)
                    | call.strides("vb vh vn vd", value) | call.strides("gb gh gm gd", grad_out))
         scalars = call.sizes | call.dropout
@@ -324,12 +331,14 @@ class _BackwardPlan:
             bounds = {"BOUND_QUERIES": call.seqlen_q % tile.block_m != 0}
             bounds |= {"BOUND_KEYS": call.seqlen_k % tile.block_n != 0}
             one_mask = call.mask_strides[1] == 0 or call.heads == call.kv_heads
+            bounds |= {"ONE_LOOP": ONE_LOOP}
             bounds |= {"MASK_AT_END": call.mask_kind == MASK_BOOL and call.mask_strides[2] == 0 and one_mask}
             self.key_value = call.launch(
                 backward_kernels.attention_backward_key_value,
                 math.ceil(call.seqlen_k / tile.block_n) * call.batch * call.kv_heads, tile, pointers, key_strides,
                 call.strides_of_mask(), scalars | call.list_strides(self.mask_tiles, of_queries=True), names | bounds,
                 {"query": (tile.block_m, call.block_d), "grad_out": (tile.block_m, call.block_dv)},
+                rows_of_statistics,
             )
 
         self.mask = None
@@ -359,6 +368,9 @@ class _BackwardPlan:
                 backward_kernels.attention_backward_mask, owned * self.splits, tile, pointers, strides,
                 call.strides_of_mask() | mask_strides, scalars,
                 names | {"MASK_PER_KEY": mask_q == 1, "MASK_PER_QUERY": mask_k == 1},
+                {"query": (tile.block_m, call.block_d), "grad_out": (tile.block_m, call.block_dv),
+                 "key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
+                rows_of_statistics, whole_mask=mask_q > 1 and mask_k > 1,
             )
 
     @property

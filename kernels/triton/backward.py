@@ -50,6 +50,21 @@ def _load_statistics(statistics, plane, position, HAS_LOW: tl.constexpr):
 
 
 @triton.jit
+def _stream_statistics(statistics, head_index, first_query, BLOCK_M: tl.constexpr, HAS_LOW: tl.constexpr):
+    """_load_statistics by the copy engine, each [1, BLOCK_M]; statistics is a tensor map [1, planes, B * H, padded].
+
+    The copies that it replaces, sixteen of four bytes for each thread and tile, took the registers that spilled.
+    """
+    high = statistics.load([0, 0, head_index, first_query]).reshape([1, BLOCK_M])
+    delta = statistics.load([0, 1, head_index, first_query]).reshape([1, BLOCK_M])
+    if HAS_LOW:
+        low = statistics.load([0, 2, head_index, first_query]).reshape([1, BLOCK_M])
+    else:
+        low = 0.0
+    return high, low, delta
+
+
+@triton.jit
 def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, key_index, row_key, column_key, mask_tile,
                    seqlen_k, scale, dropout_threshold, dropout_scale, BOUND_KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
                    MASK: tl.constexpr, NATURAL: tl.constexpr, DROPOUT: tl.constexpr):
@@ -60,7 +75,8 @@ def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, ke
     matters here or not).
     """
     if MASK == MASK_FLOAT:
-        probabilities = tl.exp2((((scores * scale + mask_tile) - high) - low) * LOG2E)
+        # In this order: scores that a bias of finfo.min absorbed in the forward must be absorbed here.
+        probabilities = tl.exp2(((scores * scale + mask_tile) - high) * LOG2E - low * LOG2E)
         probabilities = tl.where(mask_tile == float("-inf"), 0.0, probabilities)
     elif NATURAL:
         probabilities = tl.exp2(scores * (scale * LOG2E) - (high * LOG2E + low * LOG2E))
@@ -234,7 +250,8 @@ def attention_backward_query(
 
 
 @triton.jit
-def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, entries, first_key, key_index, column_key,
+def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, entries, jump_at, jump, first_key, key_index,
+                   column_key,
                    query, mask, mask_batch, mask_head, batch, head, seed, statistics, plane, grad_out, head_index, stride_qm, stride_qd, stride_gm,
                    stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
                    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -242,12 +259,18 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
                    DIAGONAL: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr,
                    MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, STEP: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
                    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
-    """The loop of attention_backward_key_value over the queries first..last of one head, or a list of blocks."""
+    """The loop of attention_backward_key_value over the queries first..last of one head, or a list of blocks.
+
+    STEP as in the forward's; 2 reads a list upwards and skips `jump` entries after the first `jump_at`.
+    """
     rows = tl.arange(0, BLOCK_M)
     if STEP != 0:
-        upcoming = tl.load(entries)
+        upcoming = tl.load(entries if STEP != 2 or jump_at > 0 else entries + jump)
     for counter in tl.range(first, last, 1 if STEP != 0 else BLOCK_M):
-        if STEP != 0:
+        if STEP == 2:
+            start = upcoming.to(tl.int32) * BLOCK_M
+            upcoming = tl.load(entries + (counter + 1 + tl.where(counter + 1 < jump_at, 0, jump)))
+        elif STEP != 0:
             start = upcoming.to(tl.int32) * BLOCK_M
             upcoming = tl.load(entries + (counter + 1) * STEP)
         else:
@@ -257,8 +280,11 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
                                  HEAD_DIM, UNIT_STRIDE, BOUND_QUERIES, TMA)
         grad_out_tile = stream_tile(grad_out, batch, head, start, rows, stride_gm, stride_gd, seqlen_q, BLOCK_M,
                                     BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, BOUND_QUERIES, TMA)
-        # Broadcast to rank 2 first: the loads then have the layout of the scores.
-        high, low, delta = _load_statistics(statistics, plane, query_index[None, :], HAS_LOW)
+        if TMA:
+            high, low, delta = _stream_statistics(statistics, head_index, start, BLOCK_M, HAS_LOW)
+        else:
+            # Broadcast to rank 2 first: the loads then have the layout of the scores.
+            high, low, delta = _load_statistics(statistics, plane, query_index[None, :], HAS_LOW)
         scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
         grad_probabilities = tl.dot(value_tile, tl.trans(grad_out_tile), input_precision=PRECISION)
         row_key = dropout_row_key(seed, query_index, head_index)[None, :] if DROPOUT else 0
@@ -290,13 +316,14 @@ def attention_backward_key_value(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
-    MASK_TMA: tl.constexpr, MASK_AT_END: tl.constexpr, LISTED: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASK_TMA: tl.constexpr, MASK_AT_END: tl.constexpr, LISTED: tl.constexpr, ONE_LOOP: tl.constexpr, HAS_LOW: tl.constexpr,
+    DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics.
 
     LISTED: the query blocks to visit are lists in mask_tiles. MASK_AT_END: a bool mask with one row for all queries of
-    these heads needs no comparisons in the loop, its keys' gradients are set to zero at the end.
+    these heads needs no comparisons in the loop, its keys' gradients are set to zero at the end. ONE_LOOP: the mask is
+    applied in full blocks too, for the sake of registers.
     """
     num_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     program = tl.program_id(0)
@@ -327,6 +354,7 @@ def attention_backward_key_value(
     first = first_key // BLOCK_M * BLOCK_M if CAUSAL else 0
     last = seqlen_q
     NATURAL: tl.constexpr = MASK == MASK_FLOAT
+    LIST_STEP: tl.constexpr = 0 if not LISTED or MASK_PER_KEY else 2 if ONE_LOOP else -1
     if MASK_AT_END:
         keys_mask = mask + (batch * stride_mb + kv_head * group_size * stride_mh)
         seen = load_mask(keys_mask, 0, 0, 0, 0, 0, key_index, stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N,
@@ -342,38 +370,41 @@ def attention_backward_key_value(
         head_mask = mask
         if MASK != MASK_NONE and not MASK_TMA:
             head_mask += batch * stride_mb + head * stride_mh
-        head_statistics = statistics + head_index.to(tl.int64) * padded_q
+        head_statistics = statistics if TMA else statistics + head_index.to(tl.int64) * padded_q
         column_key = dropout_column_key(seed, key_index, head_index)[:, None] if DROPOUT else 0
         begin = first
         end = last
         full_end = 0
-        lists = mask_tiles
-        full_entries = mask_tiles
-        mixed_entries = mask_tiles
+        jump = 0
+        entries = mask_tiles
         if LISTED:
             lists = mask_tiles + lists_offset + batch * stride_lb + head * stride_lh + tile * stride_lt
             full_end = tl.load(lists).to(tl.int32)
             end = tl.load(lists + 1).to(tl.int32)
             if MASK_PER_KEY:
                 end = tl.where(full_end + end > 0, seqlen_q, 0)
+            elif ONE_LOOP:
+                begin = 0
+                entries = lists + 2
+                end += full_end
+                jump = tl.cdiv(seqlen_q, BLOCK_M) - end  # the mixed ones stand at the list's end
             else:
                 begin = 0
-                full_entries = lists + 2
-                mixed_entries = lists + (1 + tl.cdiv(seqlen_q, BLOCK_M))
+                entries = lists + (1 + tl.cdiv(seqlen_q, BLOCK_M))
                 grad_key_tile, grad_value_tile = _visit_queries(
-                    grad_key_tile, grad_value_tile, key_tile, value_tile, 0, full_end, full_entries, first_key,
-                    key_index, column_key, head_query, head_mask, mask_batch, mask_head, batch, head, seed, head_statistics, plane, head_grad_out,
-                    head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k,
-                    scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M,
-                    BLOCK_N, BOUND_QUERIES, BOUND_KEYS, False, MASK_NONE, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1, HAS_LOW,
-                    DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+                    grad_key_tile, grad_value_tile, key_tile, value_tile, 0, full_end, lists + 2, 0, 0, first_key,
+                    key_index, column_key, head_query, head_mask, mask_batch, mask_head, batch, head, seed,
+                    head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd,
+                    stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM,
+                    HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, False, MASK_NONE,
+                    NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         grad_key_tile, grad_value_tile = _visit_queries(
-            grad_key_tile, grad_value_tile, key_tile, value_tile, begin, end, mixed_entries, first_key, key_index,
-            column_key, head_query, head_mask, mask_batch, mask_head, batch, head, seed, head_statistics, plane, head_grad_out, head_index, stride_qm,
-            stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
-            dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, CAUSAL,
-            MASK_NONE if MASK_AT_END else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE,
-            MASK_TMA, -1 if LISTED and not MASK_PER_KEY else 0, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+            grad_key_tile, grad_value_tile, key_tile, value_tile, begin, end, entries, full_end, jump, first_key,
+            key_index, column_key, head_query, head_mask, mask_batch, mask_head, batch, head, seed, head_statistics,
+            plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk,
+            seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
+            BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK_NONE if MASK_AT_END else MASK, NATURAL,
+            MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, LIST_STEP, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
     if MASK_AT_END:
         grad_key_tile = tl.where(seen[:, None], grad_key_tile, 0.0)
         grad_value_tile = tl.where(seen[:, None], grad_value_tile, 0.0)
@@ -389,21 +420,21 @@ def attention_backward_mask(
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
-    stride_mb, stride_mh, stride_mq, stride_mk,
+    stride_mb, stride_mh, stride_mq, stride_mk, mask_batch_step, mask_head_step,
     stride_gb, stride_gh, stride_gm, stride_gd,
     stride_ds, stride_db, stride_dh, stride_dq, stride_dk,
     padded_q, plane, num_batches, num_heads, group_size, seqlen_q, seqlen_k, mask_batches, mask_heads, mask_tiles_q,
     mask_tiles_k, num_splits, scale, dropout_threshold, dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
-    MASK_PER_QUERY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+    MASK_PER_QUERY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """grad_mask [num_splits, mask_batches, mask_heads, 1 or seqlen_q, 1 or seqlen_k], to be summed over its splits.
 
     A program owns one tile of the mask and sums dS over the batches, heads, query tiles and key tiles that share it
     (mask_batches is 1 or num_batches, and so on; MASK_PER_KEY: one row for all queries, MASK_PER_QUERY: one column for
-    all keys). Where that leaves too few programs, num_splits of them share the sum.
+    all keys). A tile that no query sees has no work. Where that leaves too few programs, num_splits of them share the sum.
     """
     program = tl.program_id(0)
     split = program % num_splits
@@ -424,35 +455,61 @@ def attention_backward_mask(
     else:
         seed = 0
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for item in range(split, repeat_k * repeat_q * repeat_head * repeat_batch, num_splits):
+    count = repeat_k * repeat_q * repeat_head * repeat_batch
+    ONE_TILE: tl.constexpr = not MASK_PER_KEY and not MASK_PER_QUERY
+    if ONE_TILE:
+        # The same tile of the mask for every item.
+        first_row = owned_q * BLOCK_M
+        first_column = owned_k * BLOCK_N
+        head_mask = mask
+        if not MASK_TMA:
+            head_mask += owned_batch.to(tl.int64) * stride_mb + owned_head.to(tl.int64) * stride_mh
+        mask_tile = load_mask(head_mask, owned_batch * mask_batch_step, owned_head * mask_head_step, first_row,
+                              first_column, (first_row + rows)[:, None], (first_column + keys)[None, :], stride_mq,
+                              stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, MASK, False, MASK_UNIT_STRIDE, True,
+                              False, MASK_TMA)
+        hidden = tl.min(tl.min((mask_tile == float("-inf")).to(tl.int32), 1), 0)
+        count = tl.where(hidden > 0, 0, count)
+    for item in tl.range(split, count, num_splits):
         # At most one of the two terms of each sum is not zero.
         first_key = (owned_k + item % repeat_k) * BLOCK_N
         first_query = (owned_q + item // repeat_k % repeat_q) * BLOCK_M
         head = owned_head + item // (repeat_k * repeat_q) % repeat_head
         batch = owned_batch + item // (repeat_k * repeat_q * repeat_head)
         head_index = batch * num_heads + head
-        kv_head = (head // group_size).to(tl.int64)
-        batch = batch.to(tl.int64)
-        head = head.to(tl.int64)
+        kv_head = head // group_size if TMA else (head // group_size).to(tl.int64)
+        if not TMA:
+            batch = batch.to(tl.int64)
+            head = head.to(tl.int64)
         query_index = first_query + rows
         key_index = first_key + keys
-        query_tile = load_tile(query + batch * stride_qb + head * stride_qh, first_query, rows, stride_qm, stride_qd,
-                               seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
-        key_tile = load_tile(key + batch * stride_kb + kv_head * stride_kh, first_key, keys, stride_kn, stride_kd,
-                             seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
+        query_tile = stream_tile(query if TMA else query + (batch * stride_qb + head * stride_qh), batch, head,
+                                 first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_M, BLOCK_D, HEAD_DIM,
+                                 UNIT_STRIDE, True, TMA)
+        key_tile = stream_tile(key if TMA else key + (batch * stride_kb + kv_head * stride_kh), batch, kv_head,
+                               first_key, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D, HEAD_DIM, UNIT_STRIDE,
+                               True, TMA)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
-        value_tile = load_tile(value + batch * stride_vb + kv_head * stride_vh, first_key, keys, stride_vn, stride_vd,
-                               seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
-        grad_out_tile = load_tile(grad_out + batch * stride_gb + head * stride_gh, first_query, rows, stride_gm,
-                                  stride_gd, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
+        value_tile = stream_tile(value if TMA else value + (batch * stride_vb + kv_head * stride_vh), batch, kv_head,
+                                 first_key, keys, stride_vn, stride_vd, seqlen_k, BLOCK_N, BLOCK_DV, HEAD_DIM_V,
+                                 UNIT_STRIDE, True, TMA)
+        grad_out_tile = stream_tile(grad_out if TMA else grad_out + (batch * stride_gb + head * stride_gh), batch, head,
+                                    first_query, rows, stride_gm, stride_gd, seqlen_q, BLOCK_M, BLOCK_DV, HEAD_DIM_V,
+                                    UNIT_STRIDE, True, TMA)
         grad_probabilities = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
-        position = head_index.to(tl.int64) * padded_q + query_index
-        high, low, delta = _load_statistics(statistics, plane, position[:, None], HAS_LOW)
+        if TMA:
+            high, low, delta = _stream_statistics(statistics, head_index, first_query, BLOCK_M, HAS_LOW)
+            high, delta = high.reshape([BLOCK_M, 1]), delta.reshape([BLOCK_M, 1])
+            low = low.reshape([BLOCK_M, 1]) if HAS_LOW else low
+        else:
+            position = head_index.to(tl.int64) * padded_q + query_index
+            high, low, delta = _load_statistics(statistics, plane, position[:, None], HAS_LOW)
         row_key = dropout_row_key(seed, query_index, head_index)[:, None] if DROPOUT else 0
         column_key = dropout_column_key(seed, key_index, head_index)[None, :] if DROPOUT else 0
-        mask_tile = load_mask(mask + (batch * stride_mb + head * stride_mh), 0, 0, first_query, first_key,
-                              query_index[:, None], key_index[None, :], stride_mq, stride_mk, seqlen_q, seqlen_k,
-                              BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, True, False, False)
+        if not ONE_TILE:
+            mask_tile = load_mask(mask + (batch * stride_mb + head * stride_mh), 0, 0, first_query, first_key,
+                                  query_index[:, None], key_index[None, :], stride_mq, stride_mk, seqlen_q, seqlen_k,
+                                  BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, True, False, False)
         _, grad_scores = _gradient_tile(
             scores, grad_probabilities, high, low, delta, query_index[:, None], key_index[None, :], row_key, column_key,
             mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale, True, False, MASK, True, DROPOUT)
