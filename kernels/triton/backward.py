@@ -67,17 +67,18 @@ def _stream_statistics(statistics, head_index, first_query, BLOCK_M: tl.constexp
 @triton.jit
 def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, key_index, row_key, column_key, mask_tile,
                    seqlen_k, scale, dropout_threshold, dropout_scale, BOUND_KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
-                   MASK: tl.constexpr, NATURAL: tl.constexpr, DROPOUT: tl.constexpr):
+                   MASK: tl.constexpr, NATURAL: tl.constexpr, SELECT: tl.constexpr, DROPOUT: tl.constexpr):
     """(probabilities after dropout, gradient of the scores) for one tile, in either orientation.
 
     high, low, delta, query_index and row_key broadcast along the keys, key_index and column_key along the queries.
     mask_tile is what load_mask gave. NATURAL: high and scale are in natural units (there is a float mask, whether it
-    matters here or not).
+    matters here or not). Without SELECT the caller clears what a bias of -inf hides, where it may be NaN.
     """
     if MASK == MASK_FLOAT:
         # In this order: scores that a bias of finfo.min absorbed in the forward must be absorbed here.
         probabilities = tl.exp2(((scores * scale + mask_tile) - high) * LOG2E - low * LOG2E)
-        probabilities = tl.where(mask_tile == float("-inf"), 0.0, probabilities)
+        if SELECT:
+            probabilities = tl.where(mask_tile == float("-inf"), 0.0, probabilities)
     elif NATURAL:
         probabilities = tl.exp2(scores * (scale * LOG2E) - (high * LOG2E + low * LOG2E))
     else:
@@ -129,7 +130,7 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, fi
         _, grad_scores = _gradient_tile(
             scores, grad_probabilities, high[:, None], low[:, None], delta[:, None], query_index[:, None],
             key_index[None, :], row_key, column_key, mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale,
-            PARTIAL, PARTIAL and CAUSAL, MASK, NATURAL, DROPOUT)
+            PARTIAL, PARTIAL and CAUSAL, MASK, NATURAL, True, DROPOUT)
         grad_query_tile = tl.dot(grad_scores.to(key_tile.dtype), key_tile, grad_query_tile, input_precision=PRECISION)
     return grad_query_tile
 
@@ -294,7 +295,8 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
                               MASK_UNIT_STRIDE, BOUND_KEYS, True, MASK_TMA)
         kept, grad_scores = _gradient_tile(
             scores, grad_probabilities, high, low, delta, query_index[None, :], key_index[:, None], row_key, column_key,
-            mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale, False, DIAGONAL, MASK, NATURAL, DROPOUT)
+            mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale, False, DIAGONAL, MASK, NATURAL, True,
+            DROPOUT)
         grad_value_tile = tl.dot(kept.to(grad_out_tile.dtype), grad_out_tile, grad_value_tile,
                                  input_precision=PRECISION)
         grad_key_tile = tl.dot(grad_scores.to(query_tile.dtype), query_tile, grad_key_tile, input_precision=PRECISION)
@@ -468,14 +470,16 @@ def attention_backward_mask(
                               first_column, (first_row + rows)[:, None], (first_column + keys)[None, :], stride_mq,
                               stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, MASK, False, MASK_UNIT_STRIDE, True,
                               False, MASK_TMA)
-        hidden = tl.min(tl.min((mask_tile == float("-inf")).to(tl.int32), 1), 0)
+        seen = mask_tile != float("-inf")
+        hidden = 1 - tl.max(tl.max(seen.to(tl.int32), 1), 0)
         count = tl.where(hidden > 0, 0, count)
     for item in tl.range(split, count, num_splits):
         # At most one of the two terms of each sum is not zero.
         first_key = (owned_k + item % repeat_k) * BLOCK_N
         first_query = (owned_q + item // repeat_k % repeat_q) * BLOCK_M
-        head = owned_head + item // (repeat_k * repeat_q) % repeat_head
-        batch = owned_batch + item // (repeat_k * repeat_q * repeat_head)
+        outer = item // (repeat_k * repeat_q)
+        head = owned_head + outer % repeat_head
+        batch = owned_batch + outer // repeat_head
         head_index = batch * num_heads + head
         kv_head = head // group_size if TMA else (head // group_size).to(tl.int64)
         if not TMA:
@@ -512,8 +516,11 @@ def attention_backward_mask(
                                   BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, True, False, False)
         _, grad_scores = _gradient_tile(
             scores, grad_probabilities, high, low, delta, query_index[:, None], key_index[None, :], row_key, column_key,
-            mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale, True, False, MASK, True, DROPOUT)
+            mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale, True, False, MASK, True, not ONE_TILE,
+            DROPOUT)
         total += grad_scores
+    if ONE_TILE:
+        total = tl.where(seen, total, 0.0)
 
     grad_mask += split * stride_ds + owned_batch.to(tl.int64) * stride_db + owned_head.to(tl.int64) * stride_dh
     grad_mask += owned_q.to(tl.int64) * BLOCK_M * stride_dq + owned_k.to(tl.int64) * BLOCK_N * stride_dk
