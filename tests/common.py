@@ -544,9 +544,9 @@ def gradient_for(call: Call, seed: int = 9) -> Tensor:
 
 
 def block_pattern(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, seed: int, *, block: int = 64, device: torch.device | str = "cpu"
+    shape: tuple[int, ...], dtype: torch.dtype, seed: int, *, block: int = 64, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """A random mask [., ., Sq, Sk] of blocks, each empty, full, random or (floats) lowest or a bias; some of it is moved.
+    """A random mask [., ., Sq, Sk] of blocks, each empty, full, random or (floats) lowest or a bias, at any offset.
 
     Nothing but chance decides what is side by side, rows and columns without a single key included.
     """

@@ -25,8 +25,8 @@ from .tiles import choose, family
 MASK_NONE, MASK_BOOL, MASK_FLOAT = _NONE.value, _BOOL.value, _FLOAT.value
 _LOG2E = math.log2(math.e)
 _MAX_PLANS = 4096
-# For measurements (benchmarks/tune_masks.py): mask tiles by tensor maps or by pointers everywhere; one loop over full and
-# mixed tiles in backward_key_value, or two.
+# For measurements (benchmarks/tune_masks.py): mask tiles by tensor maps or by pointers everywhere; one loop over full
+# and mixed tiles in backward_key_value, or two.
 MAP_MASKS = True
 ONE_LOOP = False
 _plans: dict[tuple, object] = {}
@@ -109,7 +109,8 @@ class _Call:
             self.mask_offset_type = "i32" if extent < 2**31 else "i64"
 
         self.listed = mask is not None and self.worth_listing(query, mask)
-        # Tiles of the mask come by tensor maps too, with the sizes that it has in memory; a row for all queries does not.
+        # Tiles of the mask come by tensor maps too, with the sizes that it has in memory; a row for all queries
+        # does not.
         self.mask_can_be_mapped = False
         if mask is not None and self.mask_strides[2] != 0:
             self.unexpanded_mask = mask[tuple(slice(None if stride else 1) for stride in self.mask_strides[:2])]
@@ -240,8 +241,8 @@ class _ForwardPlan:
         names["BOUND_KEYS"] = call.seqlen_k % tile.block_n != 0
         programs = math.ceil(call.seqlen_q / tile.block_m) * call.batch * call.heads
         self.attention = call.launch(
-            forward_kernels.attention_forward, programs, tile, pointers, strides, call.strides_of_mask(), scalars, names,
-            {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
+            forward_kernels.attention_forward, programs, tile, pointers, strides, call.strides_of_mask(), scalars,
+            names, {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
         )
 
     @property

@@ -100,11 +100,12 @@ def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, ke
 
 @triton.jit
 def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, first, last, entries, first_query,
-                query_index, row_key, key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
-                stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
-                HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-                NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, STEP: tl.constexpr,
+                query_index, row_key, key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index,
+                stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
+                dropout_threshold, dropout_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+                BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr,
+                MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, STEP: tl.constexpr,
                 DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
     """The loop of attention_backward_query over the keys first..last, or a list of blocks (see the forward's)."""
     keys = tl.arange(0, BLOCK_N)
@@ -150,9 +151,9 @@ def attention_backward_query(
     dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, LISTED: tl.constexpr, BOUND_KEYS: tl.constexpr,
-    HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, ONLY_DELTA: tl.constexpr, UNIT_STRIDE: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, LISTED: tl.constexpr,
+    BOUND_KEYS: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, ONLY_DELTA: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """grad_query like query, and the row statistics for the other kernels. ONLY_DELTA: the query needs no gradient.
 
@@ -233,32 +234,34 @@ def attention_backward_query(
             partial_entries = mask_tiles
         grad_query_tile = _visit_keys(
             grad_query_tile, query_tile, grad_out_tile, high, low, delta, 0, full_end, full_entries, first_query,
-            query_index, row_key, key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd,
-            stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V,
-            BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY,
-            MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+            query_index, row_key, key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn,
+            stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
+            dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, CAUSAL,
+            MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0,
+            DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         if partial_begin < partial_end:
             grad_query_tile = _visit_keys(
                 grad_query_tile, query_tile, grad_out_tile, high, low, delta, partial_begin, partial_end,
                 partial_entries, first_query, query_index, row_key, key, value, mask, mask_batch, mask_head, batch,
                 kv_head, seed, head_index, stride_kn,
                 stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
-                dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL,
-                MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA,
-                PRECISION)
+                dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED,
+                CAUSAL, MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT,
+                UNIT_STRIDE, TMA, PRECISION)
         store_tile(grad_query, grad_query_tile * out_scale, first_query, rows, stride_dqm, stride_dqd, seqlen_q,
                    BLOCK_D, HEAD_DIM, UNIT_STRIDE)
 
 
 @triton.jit
-def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, entries, jump_at, jump, first_key, key_index,
-                   column_key,
-                   query, mask, mask_batch, mask_head, batch, head, seed, statistics, plane, grad_out, head_index, stride_qm, stride_qd, stride_gm,
-                   stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
-                   HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
-                   DIAGONAL: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr,
-                   MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, STEP: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
+def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, entries, jump_at, jump, first_key,
+                   key_index, column_key,
+                   query, mask, mask_batch, mask_head, batch, head, seed, statistics, plane, grad_out, head_index,
+                   stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
+                   dropout_threshold, dropout_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+                   BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                   BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr, DIAGONAL: tl.constexpr, MASK: tl.constexpr,
+                   NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
+                   MASK_TMA: tl.constexpr, STEP: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
                    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
     """The loop of attention_backward_key_value over the queries first..last of one head, or a list of blocks.
 
@@ -318,8 +321,8 @@ def attention_backward_key_value(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
-    MASK_TMA: tl.constexpr, MASK_AT_END: tl.constexpr, LISTED: tl.constexpr, ONE_LOOP: tl.constexpr, HAS_LOW: tl.constexpr,
-    DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASK_TMA: tl.constexpr, MASK_AT_END: tl.constexpr, LISTED: tl.constexpr, ONE_LOOP: tl.constexpr,
+    HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics.
 
@@ -359,8 +362,8 @@ def attention_backward_key_value(
     LIST_STEP: tl.constexpr = 0 if not LISTED or MASK_PER_KEY else 2 if ONE_LOOP else -1
     if MASK_AT_END:
         keys_mask = mask + (batch * stride_mb + kv_head * group_size * stride_mh)
-        seen = load_mask(keys_mask, 0, 0, 0, 0, 0, key_index, stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N,
-                         MASK, True, MASK_UNIT_STRIDE, True, False, False)
+        seen = load_mask(keys_mask, 0, 0, 0, 0, 0, key_index, stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M,
+                         BLOCK_N, MASK, True, MASK_UNIT_STRIDE, True, False, False)
         last = tl.where(tl.max(seen.to(tl.int32), 0) > 0, seqlen_q, 0)
     for member in range(group_size):
         head_index = kv_index * group_size + member
@@ -429,14 +432,14 @@ def attention_backward_mask(
     mask_tiles_k, num_splits, scale, dropout_threshold, dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
-    MASK_PER_QUERY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASK_PER_QUERY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, HAS_LOW: tl.constexpr,
+    DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """grad_mask [num_splits, mask_batches, mask_heads, 1 or seqlen_q, 1 or seqlen_k], to be summed over its splits.
 
     A program owns one tile of the mask and sums dS over the batches, heads, query tiles and key tiles that share it
     (mask_batches is 1 or num_batches, and so on; MASK_PER_KEY: one row for all queries, MASK_PER_QUERY: one column for
-    all keys). A tile that no query sees has no work. Where that leaves too few programs, num_splits of them share the sum.
+    all keys). A tile that no query sees has no work. Where that leaves too few programs, num_splits of them share it.
     """
     program = tl.program_id(0)
     split = program % num_splits

@@ -82,7 +82,7 @@ def load_mask(mask, batch, head, first_query, first_key, query_index, key_index,
     """attn_mask at query_index x key_index, two index tensors that broadcast; keys outside are masked, rows arbitrary.
 
     Bool or float32, [BLOCK_M, BLOCK_N] or, TRANSPOSED, [BLOCK_N, BLOCK_M]. PER_KEY: the mask does not depend on the
-    query, so one vector is loaded instead of a tile. TMA: mask is a tensor map and batch and head are coordinates in it;
+    query, so one vector is loaded instead of a tile. TMA: mask is a tensor map, batch and head are coordinates in it;
     otherwise it points at the mask of this batch and head. 0 if there is no mask.
     """
     if MASK == MASK_NONE:

@@ -11,8 +11,8 @@ One program computes BLOCK_M query rows of one head:
 
 The loop runs in two parts: key tiles that every row of the tile sees whole, then those that need bounds, the causal
 diagonal or the mask. With LISTED, both parts go through a list that ``mask_tiles.py`` made, and tiles that no row sees
-are in neither; without, a mask is applied everywhere. On-chip budget: the query tile, num_stages key and value tiles; accumulator and scores in registers
-(``tiles.py``).
+are in neither; without, a mask is applied everywhere. On-chip budget: the query tile, num_stages key and value tiles;
+accumulator and scores in registers (``tiles.py``).
 
 May import triton and ``common.py`` only. Launched by ``attention.py``.
 """
@@ -37,12 +37,13 @@ from .common import (
 
 @triton.jit
 def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries, first_query, query_rows, key, value,
-                mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
-                seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
+                mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn,
+                stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-                NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, STEP: tl.constexpr,
-                DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr,
+                MASK: tl.constexpr, NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
+                MASK_TMA: tl.constexpr, STEP: tl.constexpr, DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+                TMA: tl.constexpr, PRECISION: tl.constexpr):
     """The loop over the keys first..last; PARTIAL: some may lie outside of the sequence or above the diagonal.
 
     STEP 1 or -1: first..last counts entries of a list of key blocks instead, read upwards or downwards. NATURAL: scores
@@ -122,15 +123,15 @@ def attention_forward(
     num_heads, group_size, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, LISTED: tl.constexpr, BOUND_KEYS: tl.constexpr,
-    DROPOUT: tl.constexpr, STORE_LOGSUMEXP: tl.constexpr, QUERY_FACTOR: tl.constexpr, UNIT_STRIDE: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, LISTED: tl.constexpr,
+    BOUND_KEYS: tl.constexpr, DROPOUT: tl.constexpr, STORE_LOGSUMEXP: tl.constexpr, QUERY_FACTOR: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """out [B, H, seqlen_q, HEAD_DIM_V] and logsumexp [B, H, seqlen_q] (natural logarithm, float32, contiguous).
 
-    scale is positive and, without a float mask, carries log2(e); QUERY_FACTOR (1, -1 or 0) carries the sign. LISTED: the
-    key blocks to visit are lists in mask_tiles, stride_l* apart from batch to batch, head to head and block to block.
-    logsumexp_low, with float masks only, is what rounding cut off logsumexp: a row whose scores are all -1e9 or
+    scale is positive and, without a float mask, carries log2(e); QUERY_FACTOR (1, -1 or 0) carries the sign. LISTED:
+    the key blocks to visit are lists in mask_tiles, stride_l* apart from batch to batch, head to head and block to
+    block. logsumexp_low, with float masks only, is what rounding cut off logsumexp: a row whose scores are all -1e9 or
     finfo.min would otherwise lose log(row sum) and with it its normalisation in the backward.
     """
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
@@ -183,17 +184,17 @@ def attention_forward(
         partial_entries = mask_tiles
     accumulator, row_max, row_sum = _visit_keys(
         accumulator, row_max, row_sum, query_tile, 0, full_end, full_entries, first_query, rows, key, value, mask,
-        mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q,
-        seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False,
-        CAUSAL, MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0, DROPOUT,
-        UNIT_STRIDE, TMA, PRECISION)
+        mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
+        stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
+        BLOCK_M, BLOCK_N, False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE,
+        MASK_TMA, 1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
     if partial_begin < partial_end:
         accumulator, row_max, row_sum = _visit_keys(
             accumulator, row_max, row_sum, query_tile, partial_begin, partial_end, partial_entries, first_query, rows,
-            key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
-            stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-            BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE,
-            MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+            key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn,
+            stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM,
+            HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK, NATURAL,
+            MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
 
     # A row that sees no key has sum 0 and an accumulator of zeros: zeros it gives. NaN stays NaN.
     accumulator = accumulator * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]

@@ -32,11 +32,11 @@ LEAST_PRODUCTS = 256
 def worth_listing(query_shape, seqlen_k: int, mask_shape, is_causal: bool = False) -> bool:
     """Are the tiles of a mask of this shape to be listed? query_shape [B, H, Sq, D], mask_shape of rank 4.
 
-    Expects 1 in mask_shape where the mask is broadcast. A mask with one column for all keys has nothing to skip but rows.
+    Expects 1 in mask_shape where the mask is broadcast. Of a mask with one column for all keys only rows could be
+    skipped.
     """
     batch, heads, seqlen_q, head_dim = query_shape
-    mask_q, mask_k = mask_shape[2:]
-    if is_causal or mask_k == 1 or seqlen_k <= TILE:
+    if is_causal or mask_shape[3] == 1 or seqlen_k <= TILE:
         return False
     positions = batch * heads * seqlen_q * seqlen_k
     products = positions / math.prod(mask_shape) * head_dim
@@ -73,7 +73,7 @@ class MaskTiles:
         strips_q, strips_k = math.ceil(rows / height), math.ceil(call.seqlen_k / TILE)
         has_lowest = mask.dtype != torch.bool
         self._device = mask.device
-        self.buffer = torch.empty(0, dtype=torch.int64, device=mask.device)  # its type, for the descriptions of launches
+        self.buffer = torch.empty(0, dtype=torch.int64, device=mask.device)  # for the type's sake
         classes = planes * strips_q * strips_k
         settled = planes * strips_q
         self._size = classes * (1 + has_lowest) + settled * has_lowest + 1
@@ -90,14 +90,13 @@ class MaskTiles:
         strides = [stride // count for stride in call.mask_strides[:3]] + [call.mask_strides[3]]
         wide = dict(zip(("stride_mb", "stride_mh", "stride_mq", "stride_mk"), (("i64", stride) for stride in strides)))
         span = 8 if per_key else _SPAN[itemsize]
-        float_words = not has_lowest
         constants = {
             "ROWS": height, "WORDS": TILE // count, "SPAN": span, "WORD_BITS": 8 * itemsize * count,
             "UNIT_STRIDE": unit, "BOUND": call.seqlen_k % (span * TILE) != 0,
-            "EMPTY_WORD": _word(mask.dtype, False if float_words else -math.inf, count),
-            "FULL_WORD": _word(mask.dtype, True if float_words else 0.0, count),
-            "LOWEST_WORD": 0 if float_words else _word(mask.dtype, torch.finfo(mask.dtype).min, count),
-            "HIGH_BITS": 0 if float_words else _repeated(0b11 << 8 * itemsize - 2, 8 * itemsize, count),
+            "EMPTY_WORD": _word(mask.dtype, -math.inf if has_lowest else False, count),
+            "FULL_WORD": _word(mask.dtype, 0.0 if has_lowest else True, count),
+            "LOWEST_WORD": _word(mask.dtype, torch.finfo(mask.dtype).min, count) if has_lowest else 0,
+            "HIGH_BITS": _repeated(0b11 << 8 * itemsize - 2, 8 * itemsize, count) if has_lowest else 0,
         }  # fmt: skip
         divisors = {}
         if count > 1:

@@ -5,9 +5,10 @@
     list_query_tiles for each block of keys, the blocks of queries that it must visit (backward_key_value)
 
 A tile is empty where no key is seen (False, -inf), full where every key is seen and nothing is added (True, 0), mixed
-otherwise. "lowest" tiles hold the lowest finite number of the mask's type everywhere: empty for a row that has something
-larger in another tile, since exp(lowest - larger) is 0, but not for a row that has nothing else, whose probabilities are
-then uniform. So such a tile counts as empty only where every row of its strip holds something larger.
+otherwise. "lowest" tiles hold the lowest finite number of the mask's type everywhere: empty for a row that has more in
+another tile, since exp(lowest - larger) is 0, but not for a row that has nothing else, whose probabilities are then
+uniform. So such a tile counts as empty only where every row of its strip holds something larger. (In float16, where the
+lowest number is -65504, this takes scores to differ by less than 65,000 within a row.)
 
 "Larger" is a bit test: it is certain of an element whose sign or whose exponent's highest bit is 0, one above -2. The
 mask is read as integers, and a tile whose least and greatest agree holds one value everywhere: two instructions for
@@ -58,11 +59,11 @@ def classify_mask(
     BOUND: tl.constexpr, EMPTY_WORD: tl.constexpr, FULL_WORD: tl.constexpr, LOWEST_WORD: tl.constexpr,
     HIGH_BITS: tl.constexpr, HAS_LOWEST: tl.constexpr,
 ):
-    """Fill tiles [mask batches * heads, strips_q, strips_k] with classes, for a float mask also the rows with larger values.
+    """Fill tiles [mask batches * heads, strips_q, strips_k] with classes; for a float mask also which rows have more.
 
     The mask is read as words of WORD_BITS bits, which may hold several elements; WORDS of them are a row of a tile, and
-    strides and words_k count them. ROWS is 64, or 1 for a mask with one row for all queries. *_WORD are words full of one
-    element. larger_offset leads to a plane like tiles with one bit for each row of the tile.
+    strides and words_k count them. ROWS is 64, or 1 for a mask with one row for all queries. *_WORD are words full of
+    one element. larger_offset leads to a plane like tiles with one bit for each row of the tile.
     """
     chunks = tl.cdiv(strips_k, SPAN)
     program = tl.program_id(0)
@@ -136,11 +137,11 @@ def list_key_tiles(
     ROWS: tl.constexpr, HAS_LOWEST: tl.constexpr, STRIPS_M: tl.constexpr, BLOCKS_M: tl.constexpr,
     STRIPS_N: tl.constexpr, BLOCKS_N: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """At lists_offset, [mask batches * heads, blocks_q, 2 + blocks_k]: number of full blocks, of mixed ones, the blocks.
+    """At lists_offset, [mask batches * heads, blocks_q, 2 + blocks_k]: numbers of full and mixed blocks, the blocks.
 
     A block of queries is STRIPS_M strips high, or one of BLOCKS_M in a strip; likewise for keys. Full blocks come first
-    in ascending order; mixed ones stand at the end in descending order. For a float mask, leaves at settled_offset whether
-    each strip's lowest tiles are empty (1) or mixed (0).
+    in ascending order; mixed ones stand at the end in descending order. For a float mask, leaves at settled_offset
+    whether each strip's lowest tiles are empty (1) or mixed (0).
     """
     program = tl.program_id(0)
     plane = (program // blocks_q).to(tl.int64)
