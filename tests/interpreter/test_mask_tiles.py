@@ -262,11 +262,12 @@ PATTERNS = [
 ]  # fmt: skip
 
 
-@KINDS
+@pytest.mark.parametrize("float_mask", [False, True])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_patterns(name, kind):
+def test_patterns(name, float_mask):
     number = PATTERNS.index(name)
-    seqlen_q, seqlen_k = [(192, 192), (150, 200), (200, 129)][number % 3]
+    kind = "bool" if not float_mask else ("-inf", "finfo.min")[number % 2]
+    seqlen_q, seqlen_k = [(128, 192), (100, 150), (150, 129)][number % 3]
     dtype = (HALF, SINGLE)[number % 2]
     mask = as_mask(pattern(name, seqlen_q, seqlen_k), kind, dtype if number % 4 < 2 else SINGLE)
     results = run_and_check(sample(mask, seqlen_q, seqlen_k, dtype=dtype))
@@ -305,16 +306,16 @@ def test_grouped_queries_with_a_mask_for_each_head(per_key, per_head, expanded):
     run_and_check(sample(mask, 70, 140, batch=2, heads=4, kv_heads=2))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_patterns(monkeypatch, seed):
     """Blocks of every class side by side, biases among them, in shapes that tiles do not divide."""
     generator = torch.Generator().manual_seed(seed)
-    seqlen_q, seqlen_k = (int(n) for n in torch.randint(60, 200, (2,), generator=generator))
+    seqlen_q, seqlen_k = (int(n) for n in torch.randint(50, 160, (2,), generator=generator))
     use_tiles(monkeypatch, *[(64, 64), (128, 32), (32, 64), (64, 128)][seed % 4])
     monkeypatch.setattr(attention, "ONE_LOOP", seed % 3 == 0)
     dtype = (HALF, SINGLE)[seed % 2]
-    mask = block_pattern((1, 2, seqlen_q, seqlen_k), (torch.bool, dtype, SINGLE)[seed % 3], seed, block=32)
-    run_and_check(sample(mask, seqlen_q, seqlen_k, heads=2, dtype=dtype, scale=(None, -0.5, 0.0, 2.0)[seed % 4]))
+    mask = block_pattern((1, 1, seqlen_q, seqlen_k), (torch.bool, dtype, SINGLE)[seed % 3], seed, block=32)
+    run_and_check(sample(mask, seqlen_q, seqlen_k, dtype=dtype, scale=(None, -0.5, 0.0, 2.0)[seed % 4]))
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
@@ -348,16 +349,13 @@ def test_dropout_with_lists():
 @KINDS
 def test_tiles_that_nobody_sees_are_not_visited(kind):
     """NaN in key and value of a tile without a reader reaches nothing, although 0 * NaN in a visited tile would."""
-    seen = pattern("documents", 256, 256).clone()
-    seen[..., 128:192] = False
-    call = sample(as_mask(seen, kind), 256, 256)
+    seen = pattern("causal", 192, 192).clone()
+    seen[..., 64:128] = False
+    call = sample(as_mask(seen, kind), 192, 192)
     clean = run(call, gradient_for(call)).results
     poisoned = dataclasses.replace(call, key=call.key.clone(), value=call.value.clone())
-    poisoned.key[:, :, 128:192] = NAN
-    poisoned.value[:, :, 128:192] = NAN
-    if kind == "finfo.min":  # rows 128 to 191 see nothing but the lowest value in some places: settle them
-        call.attn_mask[..., 0] = poisoned.attn_mask[..., 0] = 0.0
-        clean = run(call, gradient_for(call)).results
+    poisoned.key[:, :, 64:128] = NAN
+    poisoned.value[:, :, 64:128] = NAN
     results = run(poisoned, gradient_for(call)).results
     for name in ("out", "query", "key", "value"):
         assert torch.equal(results[name], clean[name]), name
