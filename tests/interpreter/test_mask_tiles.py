@@ -154,7 +154,7 @@ def test_lists_are_what_the_mask_says(dtype, seqlen_q, seqlen_k):
 
 @pytest.mark.parametrize("dtype", [torch.bool, HALF, SINGLE], ids=str)
 def test_lists_of_a_mask_with_one_row(dtype):
-    mask = block_pattern((3, 2, 1, 700), dtype, 1)
+    mask = block_pattern((2, 2, 1, 300), dtype, 1)
     check_lists(mask, 100, Tile(64, 64, 4, 1), Tile(64, 64, 4, 1))
     check_lists(mask, 100, Tile(16, 128, 4, 1), Tile(32, 32, 4, 1))
 
