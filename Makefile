@@ -21,6 +21,8 @@ TORCH ?= torch==2.13.0
 # For builds of torch that bring no Triton (CPU builds): the version that torch's CUDA build of the same number requires,
 # which is kept where it is there already. (The interpreter of Triton 3.6 fails with NumPy 2.4 and later, 3.7's does not.)
 TRITON ?= triton==3.7.1
+# Likewise the CUDA compiler that CUDA builds of torch bring, for the tests that compile the CUDA kernels.
+NVRTC ?= nvidia-cuda-nvrtc==13.0.88
 EXTRAS ?= test,lint,bench,examples
 WORKERS ?= 2
 PYTEST_ARGS ?=
@@ -56,6 +58,9 @@ ifndef NO_VENV
 	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)" "setuptools>=77.0.3"
 	@$(PY) -c "import sys, importlib.util as u; sys.exit(sys.platform == 'linux' and u.find_spec('triton') is None)" \
 	  || { set -x; $(PY) -m pip install --quiet --disable-pip-version-check "$(TRITON)"; }
+	@$(PY) -c "import sys; from importlib.metadata import distributions as d; \
+	  sys.exit(sys.platform == 'linux' and not any(x.name.startswith('nvidia-cuda-nvrtc') for x in d()))" \
+	  || { set -x; $(PY) -m pip install --quiet --disable-pip-version-check "$(NVRTC)"; }
 endif
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-build-isolation --editable ".[$(EXTRAS)]"
 	@mkdir -p $(dir $(STAMP)) && touch $(STAMP)
@@ -84,6 +89,7 @@ gpu-test: $(STAMP)
 lint: $(STAMP)
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
+	$(VENV_BIN)clang-format --dry-run --Werror kernels/cuda/*.cu kernels/cuda/*.cuh
 
 format: $(STAMP)
 	-$(PY) -m ruff check --fix $(SOURCES)

@@ -3,6 +3,8 @@
     python -m benchmarks.attention                    # about 4 minutes on an H200, writes benchmarks/results/
     python -m benchmarks.attention --device cpu --smoke --out /tmp/grid.json
 
+Grouped queries (32 heads, 8 of keys and values) and rectangular calls follow the grid.
+
 TFLOP/s count 2 B H Sq Sk (D + Dv) forward, half when causal, and 2.5 times that backward. Backward is timed alone, on
 a graph that is kept. FlashAttention-4 joins in where it can be imported. See harness.py for how numbers come about.
 """
@@ -10,6 +12,8 @@ a graph that is kept. FlashAttention-4 joins in where it can be imported. See ha
 from __future__ import annotations
 
 import sys
+
+import torch
 
 from benchmarks import cases, contenders, harness, measure
 
@@ -20,13 +24,13 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--efficient", action="store_true", help="measure PyTorch's memory-efficient kernel too")
     options.add_argument("--math", action="store_true", help="measure PyTorch's math path too (slow, much memory)")
     arguments = options.parse_args(argv)
-    names = ["ours", "default"]
+    names = [*contenders.our_backends(torch.device(arguments.device)), "default"]
     if not arguments.device.startswith("cpu"):
         names += ["flash", "cudnn"]
     names += ["efficient"] if arguments.efficient else []
     names += ["math"] if arguments.math else []
     names += ["fa4"] if not arguments.compile_only and contenders.fa4_functions() is not None else []
-    return measure.main("attention", "benchmarks.attention", cases.grid(), names, arguments)
+    return measure.main("attention", "benchmarks.attention", cases.grid() + cases.beyond_grid(), names, arguments)
 
 
 if __name__ == "__main__":

@@ -200,6 +200,25 @@ def grid() -> list[Case]:
     ]
 
 
+def beyond_grid() -> list[Case]:
+    """What the grid has not: 32 query heads on 8 of keys and values, and queries and keys of different length."""
+    grouped = [
+        Case("grid gqa", 16384 // length, 32, length, length, head_dim, kv_heads=8, causal=causal)
+        for head_dim, length in ((64, 2048), (128, 512), (128, 2048), (128, 8192))
+        for causal in (False, True)
+    ]
+    rectangular = [
+        Case("grid rectangular", 4, 16, seqlen_q, seqlen_k, 128, causal=causal)
+        for seqlen_q, seqlen_k in ((1024, 8192), (8192, 1024), (1000, 3000))
+        for causal in (False, True)
+    ]
+    rectangular += [
+        Case("grid rectangular", 8, 32, 512, 4096, 64),
+        Case("grid rectangular", 4, 8, 2048, 8192, 256),
+    ]
+    return grouped + rectangular
+
+
 def special() -> list[Case]:
     """Everything that is not a large dense call in bfloat16, the sizes that a policy needs included."""
     cases = [

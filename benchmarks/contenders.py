@@ -18,8 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashbackend
 from benchmarks.cases import Case, Inputs
-from benchmarks.harness import Context, Meter, Run, say
-from torch_flashbackend import decisions, ops, policy
+from benchmarks.harness import OURS, Context, Meter, Run, say
+from torch_flashbackend import decisions, ops, policy, routing
+from torch_flashbackend.problem import Problem
 
 STOCK_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -51,14 +52,29 @@ def take_everything() -> None:
     is to be made from the measurement must not decide what is measured.
     """
     verdict = policy.Verdict(True, "benchmark", "taken for a benchmark")
-    policy.judge = lambda problem: verdict
+    policy.judge = lambda problem, backend: verdict
     decisions.forget()
 
 
-@contextlib.contextmanager
-def plugin_on() -> Iterator[None]:
-    torch_flashbackend.enable()
-    yield
+def plugin_on(backend: str) -> Context:
+    """The plugin on, with an automatic route to this one of our backends and to stock."""
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        torch_flashbackend.enable()
+        if (backend, "stock") != routing.AUTO:
+            routing.AUTO = (backend, "stock")
+            decisions.forget()
+        yield
+
+    return context
+
+
+def our_backends(device: torch.device) -> list[str]:
+    """Those of our backends that this device has kernels for."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and torch.version.hip is None:
+        return list(OURS)
+    return ["triton"]
 
 
 @contextlib.contextmanager
@@ -81,8 +97,8 @@ def stock(backend: SDPBackend | None = None) -> Context:
 
 def context_of(name: str, device: torch.device) -> Context:
     """The context of a contender other than fa4."""
-    if name == "ours":
-        return plugin_on if device.type == "cuda" else math_backend
+    if name in OURS:
+        return plugin_on(name) if device.type == "cuda" else math_backend
     return stock(STOCK_BACKENDS.get(name))
 
 
@@ -133,6 +149,8 @@ def prepare_fa4(case: Case, inference: Inputs, training: Inputs | None) -> Prepa
     functions = fa4_functions()
     if functions is None or case.mask or case.dropout or case.dtype not in ("bfloat16", "float16"):
         raise RuntimeError("FlashAttention-4 does not take this case")
+    if case.causal and case.seqlen_q != case.seqlen_k:
+        raise RuntimeError("FlashAttention-4 aligns a rectangular causal mask at its other end: another amount of work")
     forward, backward = functions
     sources = (inference.query, inference.key, inference.value, inference.grad_out)
     query, key, value, grad_out = (t.detach().transpose(1, 2).contiguous() for t in sources)
@@ -170,13 +188,26 @@ def prepare_all(
                 if name == "fa4":
                     prepared[name] = prepare_fa4(case, inference, training)
                 else:
-                    prepared[name] = prepare_sdpa(case, inference, training, context_of(name, meter.device))
+                    candidate = prepare_sdpa(case, inference, training, context_of(name, meter.device))
+                    if name in OURS and meter.cuda and not kernels_launched(candidate.forward):
+                        raise RuntimeError(_refusal(name, case, inference))
+                    prepared[name] = candidate
                 meter.synchronize()
         except Exception as error:  # whatever a contender raises, the others are measured
             if "CUDA error" in str(error):
                 raise  # the context is lost
             refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
     return prepared, refused
+
+
+def _refusal(backend: str, case: Case, inputs: Inputs) -> str:
+    """Why a backend of ours left a case to stock."""
+    problem = Problem.from_tensors(
+        inputs.query, inputs.key, inputs.value, inputs.attn_mask, case.dropout, case.causal, None,
+        case.kv_heads != case.heads,
+    )  # fmt: skip
+    failed = routing.first_failure(problem, backend, automatic=False)
+    return failed.message(problem) if failed else "stock ran under our name"
 
 
 def kernels_launched(run: Run) -> dict[str, int]:

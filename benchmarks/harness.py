@@ -46,6 +46,9 @@ RESULTS_FORMAT = 1
 ROOT = Path(__file__).parents[1]
 RESULTS_DIRECTORY = ROOT / "benchmarks" / "results"
 
+# Contenders that are kernels of ours.
+OURS = ("cuda", "triton")
+
 Context = Callable[[], contextlib.AbstractContextManager]
 
 
@@ -326,6 +329,22 @@ class Results:
         temporary = self.path.with_suffix(".part")
         temporary.write_text(json.dumps(self.data, indent=1, allow_nan=False) + "\n")
         os.replace(temporary, self.path)
+
+
+def by_backend(row: dict[str, Any]) -> dict[str, Any]:
+    """A row in which each backend of ours has its name: files from before there were two call the Triton one "ours"."""
+
+    def renamed(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        stock_ran = row.get("our_kernels") == {}
+        return {
+            ("triton" if name == "ours" else name): renamed(inner)
+            for name, inner in value.items()
+            if not (name == "ours" and stock_ran)
+        }
+
+    return {name: renamed(value) if name != "case" else value for name, value in row.items()}
 
 
 def significant(number: float | None, digits: int = 5) -> float | None:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import RESULTS_FORMAT, ROOT, say, slug
+from benchmarks.harness import OURS, RESULTS_FORMAT, ROOT, by_backend, say, slug
 
 POLICIES = ROOT / "torch_flashbackend" / "policies"
 KINDS = ("attention", "special")
@@ -34,26 +34,29 @@ def load(path: Path) -> dict[str, Any]:
     return data
 
 
-def ratio(row: dict[str, Any], name: str) -> float | None:
-    """Default's eager time over ours for "forward" or "training"; None when ours was not measured there."""
+def ratio(row: dict[str, Any], name: str, backend: str) -> float | None:
+    """Default's eager time over a backend's for "forward" or "training"; None when that was not measured there."""
     times = row.get("eager_us", {}).get(name, {})
-    if "ours" not in times:
+    if backend not in times:
         return None
     if "default" not in times:
         return REFUSED if "default" in row.get("refused", {}) else None
-    return round(times["default"] / times["ours"], 3)
+    return round(times["default"] / times[backend], 3)
 
 
-def policy_row(row: dict[str, Any]) -> dict[str, Any] | None:
-    """The policy's row for a measured row; None where nothing of ours was measured, or stock ran under our name."""
-    if "error" in row or row.get("our_kernels") == {}:
-        return None
-    forward, training = ratio(row, "forward"), ratio(row, "training")
-    if forward is None and training is None:
-        return None
-    case = row["case"]
-    facts = {"case": row["policy_case"], "causal": case["causal"], "dtype": case["dtype"]}
-    return {**facts, **{f: case[f] for f in CASE_FIELDS}, "forward": forward, "training": training}
+def policy_rows(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The policy's rows for a measured row, one for each backend of ours that was measured there."""
+    if "error" in row:
+        return []
+    row, made = by_backend(row), []
+    for backend in OURS:
+        forward, training = ratio(row, "forward", backend), ratio(row, "training", backend)
+        if forward is None and training is None:
+            continue
+        case = row["case"]
+        facts = {"backend": backend, "case": row["policy_case"], "causal": case["causal"], "dtype": case["dtype"]}
+        made.append({**facts, **{f: case[f] for f in CASE_FIELDS}, "forward": forward, "training": training})
+    return made
 
 
 def make_policy(files: list[Path]) -> dict[str, Any]:
@@ -64,7 +67,7 @@ def make_policy(files: list[Path]) -> dict[str, Any]:
         for fact in ("gpu", "sm_count", "commit", "torch"):
             if data["environment"].get(fact) != first.get(fact):
                 raise ValueError(f"{path}: {fact} is {data['environment'].get(fact)!r}, not {first.get(fact)!r}")
-    rows = [made for data in loaded for row in data["rows"] if (made := policy_row(row)) is not None]
+    rows = [made for data in loaded for row in data["rows"] for made in policy_rows(row)]
     if not rows:
         raise ValueError("no row holds an eager time of ours")
     rows.sort(key=_order)
@@ -82,7 +85,7 @@ def make_policy(files: list[Path]) -> dict[str, Any]:
 
 def _order(row: dict[str, Any]) -> tuple:
     work = row["batch"] * row["heads"] * row["seqlen_q"] * row["seqlen_k"] * row["head_dim"]
-    return row["case"], row["causal"], row["dtype"], row["head_dim"], row["head_dim_v"], work
+    return row["backend"], row["case"], row["causal"], row["dtype"], row["head_dim"], row["head_dim_v"], work
 
 
 def _relative(path: Path) -> str:

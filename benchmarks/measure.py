@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -17,11 +18,11 @@ import torch
 from benchmarks import contenders, harness
 from benchmarks.cases import Case, make_inputs, matmul_precision
 from benchmarks.contenders import Prepared
-from benchmarks.harness import Budget, ClockLog, Meter, Results, Run, aa_report, say, significant
+from benchmarks.harness import OURS, Budget, ClockLog, Meter, Results, Run, aa_report, say, significant
 
 AGAIN = " (again)"
-# Peers whose eager time and memory a policy needs: ours against what PyTorch would have run.
-PAIR = ("ours", "default")
+# Contenders whose eager time and memory a policy needs: ours against what PyTorch would have run.
+EAGER = (*OURS, "default")
 BACKWARD_FLOPS = 2.5  # five products instead of two
 
 
@@ -48,7 +49,7 @@ def measure_case(case: Case, names: list[str], meter: Meter, clocks: ClockLog, l
             row.setdefault("tflops", {})[name] = {k: significant(flops / t * 1e-9, 4) for k, t in times.items()}
         row["eager_us"], row["memory_bytes"] = {}, {}
         for name in ("forward", "training"):
-            runs = {k: r for k, r in _runs(prepared, name).items() if k in PAIR}
+            runs = {k: r for k, r in _runs(prepared, name).items() if k in EAGER}
             if runs:
                 times = meter.eager_times(runs)
                 row["eager_us"][name] = {k: significant(t) for k, t in times.items()}
@@ -66,14 +67,14 @@ def _runs(prepared: dict[str, Prepared], name: str) -> dict[str, Run]:
 
 def _sanity(prepared: dict[str, Prepared], case: Case) -> dict[str, Any]:
     """Whether our kernels ran at all, and how far their results lie from stock's: a fast wrong kernel is no result."""
-    if "ours" not in prepared:
-        return {}
-    run = prepared["ours"].training or prepared["ours"].forward
-    facts: dict[str, Any] = {"our_kernels": contenders.kernels_launched(run)}
-    if "default" in prepared and not case.dropout:
-        stock = prepared["default"].training or prepared["default"].forward
-        facts["difference"] = significant(contenders.difference(run, stock), 3)
-    return facts
+    kernels, differences = {}, {}
+    for name in (name for name in OURS if name in prepared):
+        run = prepared[name].training or prepared[name].forward
+        kernels[name] = contenders.kernels_launched(run)
+        if "default" in prepared and not case.dropout:
+            stock = prepared["default"].training or prepared["default"].forward
+            differences[name] = significant(contenders.difference(run, stock), 3)
+    return {"our_kernels": kernels, "difference": differences} if kernels else {}
 
 
 def compile_only(cases: list[Case], device: str, layout: str) -> None:
@@ -84,16 +85,18 @@ def compile_only(cases: list[Case], device: str, layout: str) -> None:
         with contextlib.suppress(Exception), matmul_precision(small):
             inference = make_inputs(small, device, training=False, layout=layout)
             training = make_inputs(small, device, training=True, layout=layout) if case.training else None
-            context = contenders.context_of("ours", torch.device(device))
-            prepared = contenders.prepare_sdpa(small, inference, training, context)
-            for run in (prepared.forward, prepared.training):
-                if run is not None:
-                    with run.context():
-                        run.call()
+            for name in contenders.our_backends(torch.device(device)):
+                context = contenders.context_of(name, torch.device(device))
+                prepared = contenders.prepare_sdpa(small, inference, training, context)
+                for run in (prepared.forward, prepared.training):
+                    if run is not None:
+                        with run.context():
+                            run.call()
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--layout", choices=("bhsd", "bshd"), default="bhsd", help="memory order of q, k, v")
+    options.add_argument("--forward-only", action="store_true", help="inference alone: no backward, no training")
     options.add_argument("--workers", type=int, default=12, help="processes that compile beforehand; 0: none")
     options.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     options.add_argument("--shard", default=None, help="i/n: every n-th case from the i-th on")
@@ -105,6 +108,8 @@ def main(kind: str, module: str, cases: list[Case], names: list[str], arguments:
     cases = [case for case in cases if arguments.only in case.label]
     if arguments.smoke:
         cases = list({case.smaller(): None for case in cases})
+    if arguments.forward_only:
+        cases = [dataclasses.replace(case, training=False) for case in cases]
     cases = harness.shard(cases, arguments.shard)
     contenders.take_everything()
     if arguments.compile_only:
@@ -113,6 +118,7 @@ def main(kind: str, module: str, cases: list[Case], names: list[str], arguments:
     if arguments.workers and torch.device(arguments.device).type == "cuda":
         extra = ["--device", arguments.device, "--layout", arguments.layout, "--only", arguments.only]
         extra += ["--smoke"] if arguments.smoke else []
+        extra += ["--forward-only"] if arguments.forward_only else []
         harness.precompile(module, arguments.workers, 0.5 * arguments.budget, extra)
 
     rounds, round_ms = (2, 0.2) if arguments.smoke else (arguments.rounds, arguments.round_ms)
@@ -152,25 +158,43 @@ def summary(row: dict[str, Any]) -> str:
     for name, rates in row.get("tflops", {}).items():
         parts.append(f"{name} " + " ".join(f"{k} {v:.0f}" for k, v in rates.items()))
     for name, times in row["eager_us"].items():
-        ratio = f" ({times['default'] / times['ours']:.2f}x)" if len(times) == 2 else ""
+        ours = [times[k] for k in OURS if k in times]
+        ratio = f" ({times['default'] / min(ours):.2f}x)" if ours and "default" in times else ""
         parts.append(f"eager {name} " + " ".join(f"{k} {v:.0f}us" for k, v in times.items()) + ratio)
     flags = [f"A/A {n} {a['ratio']}" for n, a in row.get("aa", {}).items() if not a["within_limit"]]
-    if row.get("our_kernels") == {}:
-        flags.append("NO KERNEL OF OURS RAN")
-    if row.get("difference") is not None and row["difference"] > 0.05:
-        flags.append(f"DIFFERS FROM STOCK BY {row['difference']}")
+    for name, difference in row.get("difference", {}).items():
+        if difference > 0.05:
+            flags.append(f"{name.upper()} DIFFERS FROM STOCK BY {difference}")
     flags += [f"{name} refused: {why}" for name, why in row["refused"].items()]
     return f"{row['label']} | " + " | ".join(parts + flags)
 
 
 def print_tables(rows: list[dict[str, Any]], names: list[str]) -> None:
+    """The rates, and for each row the faster of our backends over PyTorch's default and over the best other peer."""
     rows = [row for row in rows if "error" not in row]
     for name in ("forward", "backward"):
-        lines = []
+        lines, to_best = [], []
         for row in rows:
             rates = row.get("tflops", {}).get(name, {})
-            if rates:
-                ratio = f"{rates['ours'] / rates['default']:.2f}" if {"ours", "default"} <= rates.keys() else "-"
-                lines.append([row["label"], *(f"{rates[n]:.0f}" if n in rates else "-" for n in names), ratio])
+            ours = [rate for peer, rate in rates.items() if peer in OURS]
+            peers = [rate for peer, rate in rates.items() if peer not in OURS]
+            if not rates:
+                continue
+            ratios = ["-", "-"]
+            if ours and "default" in rates:
+                ratios[0] = f"{max(ours) / rates['default']:.3f}"
+            if ours and peers:
+                to_best.append(max(ours) / max(peers))
+                ratios[1] = f"{to_best[-1]:.3f}"
+            state = row.get("gpu_state") or {}
+            clock = f"{state['sm_clock_mhz']:.0f} MHz {state['power_w']:.0f} W" if state else "-"
+            again = row.get("aa", {}).get(name, {}).get("ratio", "-")
+            cells = [f"{rates[n]:.0f}" if n in rates else "-" for n in names]
+            lines.append([row["label"], *cells, *ratios, str(again), clock])
         if lines:
-            harness.table(f"{name}, TFLOP/s", ["case", *names, "ours / default"], lines)
+            harness.table(
+                f"{name}, TFLOP/s", ["case", *names, "ours / default", "ours / best peer", "A/A", "GPU"], lines
+            )
+        if to_best:
+            mean = math.exp(sum(map(math.log, to_best)) / len(to_best))
+            say(f"{name}: ours over the best peer: geometric mean {mean:.3f}, worst {min(to_best):.3f}")

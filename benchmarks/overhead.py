@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashbackend
-from benchmarks import harness
+from benchmarks import contenders, harness
 from benchmarks.harness import Budget, Results, collection_off, rotations, say
 from torch_flashbackend import decisions, ops, policy
 
@@ -60,9 +60,9 @@ def small_calls(device: str) -> list[SmallCall]:
 def states(device: torch.device) -> dict[str, Callable[[], contextlib.AbstractContextManager]]:
     """off: PyTorch alone. auto: the plugin on, with its policy. taken: the same, with a policy that takes everything.
 
-    The last is sdpa_backend(...), which asks no policy either and comes by another way, a TorchFunctionMode.
+    The others are sdpa_backend(...), which asks no policy either and comes by another way, a TorchFunctionMode.
     """
-    backend = "triton" if device.type == "cuda" else "math"
+    backends = contenders.our_backends(device) if device.type == "cuda" else ["math"]
     verdict = policy.Verdict(True, "benchmark", "taken for a benchmark")
 
     @contextlib.contextmanager
@@ -78,7 +78,7 @@ def states(device: torch.device) -> dict[str, Callable[[], contextlib.AbstractCo
     @contextlib.contextmanager
     def taken() -> Iterator[None]:
         before = policy.judge
-        policy.judge = lambda problem: verdict
+        policy.judge = lambda problem, backend: verdict
         decisions.forget()
         try:
             with auto():
@@ -87,12 +87,16 @@ def states(device: torch.device) -> dict[str, Callable[[], contextlib.AbstractCo
             policy.judge = before
             decisions.forget()
 
-    @contextlib.contextmanager
-    def forced() -> Iterator[None]:
-        with auto(), torch_flashbackend.sdpa_backend(backend, "stock"):
-            yield
+    def forced(backend: str) -> Callable[[], contextlib.AbstractContextManager]:
+        @contextlib.contextmanager
+        def context() -> Iterator[None]:
+            with auto(), torch_flashbackend.sdpa_backend(backend, "stock"):
+                yield
 
-    return {"off": off, "off (again)": off, "auto": auto, "taken": taken, f"sdpa_backend({backend!r})": forced}
+        return context
+
+    by_hand = {f"sdpa_backend({backend!r})": forced(backend) for backend in backends}
+    return {"off": off, "off (again)": off, "auto": auto, "taken": taken, **by_hand}
 
 
 def batch_times(

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import RESULTS_DIRECTORY, RESULTS_FORMAT, ROOT, say, slug
+from benchmarks.harness import OURS, RESULTS_DIRECTORY, RESULTS_FORMAT, ROOT, by_backend, say, slug
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -58,7 +58,7 @@ def load_results(directory: Path) -> dict[str, dict[str, dict[str, Any]]]:
             continue
         if data.get("format") != RESULTS_FORMAT:
             raise ValueError(f"{path}: format {data.get('format')!r}, this script reads {RESULTS_FORMAT}")
-        data["rows"] = [row for row in data["rows"] if "error" not in row]
+        data["rows"] = [by_backend(row) for row in data["rows"] if "error" not in row]
         if data["rows"]:
             found.setdefault(data["environment"]["gpu"], {})[data["kind"]] = data
     return found
@@ -92,7 +92,8 @@ def _gpu_parts(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> l
     return parts
 
 
-def _attention(rows: list[dict[str, Any]]) -> list[str]:
+def _attention(all_rows: list[dict[str, Any]]) -> list[str]:
+    rows = [row for row in all_rows if row["case"]["group"] == "grid"]
     lengths = sorted({row["case"]["seqlen_k"] for row in rows})
     head = ["D", "mask", "pass", *(f"S = {length}" for length in lengths), "mean", "worst"]
     body = []
@@ -124,7 +125,8 @@ def _attention(rows: list[dict[str, Any]]) -> list[str]:
             if best[name]:
                 text += f", {geometric_mean(best[name]):.2f} times the best peer measured (worst {min(best[name]):.2f})"
             lines.append(text + ".")
-    memory = _memory(rows)
+    lines += _beyond_grid([row for row in all_rows if row["case"]["group"] != "grid"])
+    memory = _memory(all_rows)
     return [*lines, *([memory] if memory else [])]
 
 
@@ -136,11 +138,37 @@ def _grid_cell(
         case = row["case"]
         if (case["head_dim"], case["causal"], case["seqlen_k"]) == (head_dim, causal, length):
             rates = row.get("tflops", {}).get(name, {})
-            if "ours" in rates and "default" in rates:
-                ratio = rates["ours"] / rates["default"]
-                best = max(rate for peer, rate in rates.items() if peer != "ours")
-                return f"{rates['ours']:.0f} ({ratio:.2f})", ratio, rates["ours"] / best
+            ours = [rates[backend] for backend in OURS if backend in rates]
+            if ours and "default" in rates:
+                ratio = max(ours) / rates["default"]
+                best = max(rate for peer, rate in rates.items() if peer not in OURS)
+                return f"{max(ours):.0f} ({ratio:.2f})", ratio, max(ours) / best
     return "-", None, None
+
+
+def _beyond_grid(rows: list[dict[str, Any]]) -> list[str]:
+    """Grouped queries and rectangular calls: a line each."""
+    body = []
+    for row in rows:
+        cells = [row["label"].split(": ", 1)[1]]
+        for name in PASSES:
+            rates = row.get("tflops", {}).get(name, {})
+            ours = [rates[backend] for backend in OURS if backend in rates]
+            peers = [rate for peer, rate in rates.items() if peer not in OURS]
+            if ours and "default" in rates:
+                cells += [f"{max(ours):.0f} ({max(ours) / rates['default']:.2f})", f"{max(ours) / max(peers):.2f}"]
+            else:
+                cells += ["-", "-"]
+        body.append(cells)
+    head = ["call", "forward", "to the best peer", "backward", "to the best peer"]
+    return ["Grouped queries, and queries and keys of different length, as above.", _table(head, body)] if body else []
+
+
+def _fastest(row: dict[str, Any], name: str, values: dict[str, float]) -> float | None:
+    """The value of that of our backends which was the faster one in eager time."""
+    times = row.get("eager_us", {}).get(name, {})
+    ours = [backend for backend in OURS if backend in times and values.get(backend)]
+    return values[min(ours, key=times.__getitem__)] if ours else None
 
 
 def _special(rows: list[dict[str, Any]]) -> list[str]:
@@ -153,7 +181,7 @@ def _special(rows: list[dict[str, Any]]) -> list[str]:
         cells = []
         for name in ("forward", "training"):
             times = [row["eager_us"].get(name, {}) for row in members]
-            found = [t["default"] / t["ours"] for t in times if {"default", "ours"} <= t.keys()]
+            found = [t["default"] / min(t[b] for b in OURS if b in t) for t in times if _has_both(t)]
             cells += [f"{geometric_mean(found):.2f}", f"{min(found):.2f}"] if found else ["-", "-"]
         refused = sum("default" in row["refused"] for row in members)
         body.append([title, str(len(members)), *cells, str(refused)])
@@ -166,11 +194,16 @@ def _special(rows: list[dict[str, Any]]) -> list[str]:
     return [*lines, *([memory] if memory else [])]
 
 
+def _has_both(times: dict[str, float]) -> bool:
+    return "default" in times and any(backend in times for backend in OURS)
+
+
 def _memory(rows: list[dict[str, Any]]) -> str:
     parts = []
     for name, words in (("forward", "forward"), ("training", "forward and backward")):
-        pairs = [row.get("memory_bytes", {}).get(name, {}) for row in rows]
-        ratios = [p["ours"] / p["default"] for p in pairs if p.get("ours") and p.get("default")]
+        pairs = [(row, row.get("memory_bytes", {}).get(name, {})) for row in rows]
+        found = [(_fastest(row, name, peaks), peaks.get("default")) for row, peaks in pairs]
+        ratios = [ours / default for ours, default in found if ours and default]
         if ratios:
             parts.append(f"{words} {geometric_mean(ratios):.2f} times PyTorch's (worst {max(ratios):.2f})")
     return f"Peak memory of a call: {', '.join(parts)}." if parts else ""
@@ -207,6 +240,7 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "flashbackend"  # the same data give the same file
     import matplotlib.pyplot as plt
 
+    rows = [row for row in rows if row["case"]["group"] == "grid"]
     dims = sorted({row["case"]["head_dim"] for row in rows})
     names = list(dict.fromkeys(name for row in rows for name in row.get("tflops", {}).get("forward", {})))
     figure, axes = plt.subplots(2, len(dims), figsize=(4.2 * len(dims), 6.4), sharex=True, squeeze=False)
@@ -222,7 +256,7 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
                         and contender in row.get("tflops", {}).get(name, {})
                     )
                     if points:
-                        width = 2.2 if contender == "ours" else 1.2
+                        width = 2.2 if contender in OURS else 1.2
                         label = contender if not causal else None
                         style = "--" if causal else "-"
                         axis.plot(*zip(*points), style, color=f"C{index}", lw=width, marker=".", label=label)

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import cases, harness, measure
+import torch
+
+from benchmarks import cases, contenders, harness, measure
 
 
 def main(argv: list[str] | None = None) -> int:
     options = harness.parser(__doc__.splitlines()[0], budget_s=420)
     measure.add_options(options)
     arguments = options.parse_args(argv)
-    return measure.main("special", "benchmarks.special", cases.special(), ["ours", "default"], arguments)
+    names = [*contenders.our_backends(torch.device(arguments.device)), "default"]
+    return measure.main("special", "benchmarks.special", cases.special(), names, arguments)
 
 
 if __name__ == "__main__":

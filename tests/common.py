@@ -162,13 +162,7 @@ def _scores(call: Call) -> tuple[Tensor, Tensor]:
 
 def attention_rows_float64(call: Call, rows: Tensor) -> Tensor:
     """The oracle for some query rows only (causal calls and masks included), for sequences too long for all of them."""
-    query = call.query.index_select(-2, rows)
-    mask = call.attn_mask
-    if mask is not None and mask.size(-2) > 1:
-        mask = mask.index_select(-2, rows)
-    if call.is_causal:
-        mask = rows[:, None] >= torch.arange(call.key.size(-2), device=rows.device)[None, :]
-    return attention_float64(dataclasses.replace(call, query=query, attn_mask=mask, is_causal=False))
+    return attention_float64(some_rows(call, rows))
 
 
 # ------------------------------------------------------------------------------------------------ expectation and model
@@ -195,6 +189,35 @@ def expect(call: Call, grad_out: Tensor | None = None, tf32: bool = False) -> Ex
     with torch.no_grad():
         deviations = _rounding_model(leaves, values, grad_out, tf32)
     return Expected(values, deviations)
+
+
+def expect_logsumexp(call: Call) -> Expected:
+    """The oracle's "logsumexp" [..., H, Sq] of a call without a mask, -inf for rows without a key, and its model.
+
+    Rounding of the scores, weighted as they count, and of the result and its sum, which are float32.
+    """
+    wide = _in_float64(call.leaves(grad=False))
+    scores, _ = _scores(wide)
+    probabilities, _ = _probabilities(wide)
+    value = scores.logsumexp(-1)
+    key = wide.key
+    if call.enable_gqa:
+        key = key.repeat_interleave(wide.query.size(-3) // key.size(-3), -3)
+    score_error = abs(call.softmax_scale) * FLOAT32_UNIT * (wide.query.square() @ key.square().mT).sqrt()
+    score_error = score_error + SCORE_UNIT * scores.masked_fill(scores == -math.inf, 0.0).abs()
+    own = FLOAT32_UNIT * (1.0 + value.masked_fill(value == -math.inf, 0.0).abs())
+    deviation = ((probabilities * score_error).square().sum(-1) + own.square()).sqrt()
+    return Expected({"logsumexp": value}, {"logsumexp": deviation})
+
+
+def some_rows(call: Call, rows: Tensor) -> Call:
+    """The call on some of its queries, their causal mask as a mask: for sequences too long for an oracle of all."""
+    mask = call.attn_mask
+    if mask is not None and mask.size(-2) > 1:
+        mask = mask.index_select(-2, rows)
+    if call.is_causal:
+        mask = rows[:, None] >= torch.arange(call.key.size(-2), device=rows.device)[None, :]
+    return dataclasses.replace(call, query=call.query.index_select(-2, rows), attn_mask=mask, is_causal=False)
 
 
 def _in_float64(call: Call) -> Call:

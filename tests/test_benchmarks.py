@@ -135,7 +135,7 @@ def test_shards_cover_everything_once():
 
 
 def test_cases_are_distinct_and_have_inputs_of_their_shapes():
-    everything = cases.grid() + cases.special()
+    everything = cases.grid() + cases.beyond_grid() + cases.special()
     assert len(set(everything)) == len(everything) == len({case.label for case in everything})
     assert len(cases.grid()) == 36
     assert {case.policy_case for case in everything} == {
@@ -166,8 +166,9 @@ def test_scripts_run_at_tiny_sizes_on_a_cpu(tmp_path, capsys, main, kind, argume
     assert data["complete"] and data["kind"] == kind and data["rows"]
     if kind == "special":
         for row in data["rows"]:
-            assert row["refused"] == {} and row["difference"] < 0.02
-            assert set(row["ms"]) == {"forward", "backward"} and set(row["eager_us"]["training"]) == {"ours", "default"}
+            assert row["refused"] == {} and row["difference"]["triton"] < 0.02
+            assert set(row["ms"]) == {"forward", "backward"}
+            assert set(row["eager_us"]["training"]) == {"triton", "default"}
 
 
 # ------------------------------------------------------------------------------------------------------- policy, report
@@ -215,6 +216,42 @@ def test_policy_holds_eager_ratios(tmp_path, capsys):
     assert (by_case["gqa"]["forward"], by_case["gqa"]["training"]) == (2.0, None)
     assert by_case["mask_grad"]["forward"] == make_policy.REFUSED
     assert by_case["dense"]["seqlen_q"] == 512 and by_case["dense"]["head_dim_v"] == 64
+
+
+def test_policy_holds_a_row_for_each_backend_that_was_measured(tmp_path):
+    both, one = cases.grid()[:2]
+    rows = [measured(both, 100.0, 90.0), measured(one, 100.0, 120.0)]
+    for row, default in zip(rows, (90.0, 120.0)):
+        row["eager_us"] = {name: {"triton": 100.0, "default": default} for name in ("forward", "training")}
+    rows[0]["eager_us"]["forward"]["cuda"] = 60.0
+    rows[1]["refused"] = {"cuda": "RuntimeError: not taken"}
+    made = make_policy.make_policy([results_file(tmp_path / "a.json", "attention", rows)])["rows"]
+    assert [(row["backend"], row["causal"], row["forward"], row["training"]) for row in made] == [
+        ("cuda", False, 1.5, None),
+        ("triton", False, 0.9, 0.9),
+        ("triton", True, 1.2, 1.2),
+    ]
+
+
+def test_files_of_before_there_were_two_backends_speak_of_triton(tmp_path):
+    row = measured(cases.grid()[0], 100.0, 90.0, {"ours": 300.0, "default": 250.0})
+    renamed = harness.by_backend(row)
+    assert renamed["eager_us"]["forward"] == {"triton": 100.0, "default": 90.0}
+    assert renamed["tflops"]["forward"] == {"triton": 300.0, "default": 250.0}
+    assert harness.by_backend(renamed) == renamed
+
+
+def test_the_faster_of_our_backends_speaks_in_the_report(tmp_path):
+    rates = {"cuda": 400.0, "triton": 300.0, "default": 250.0, "flash": 320.0}
+    rows = [measured(case, 10.0, 12.5, rates) for case in cases.grid() + cases.beyond_grid()]
+    for row in rows:
+        row["eager_us"]["forward"] = {"cuda": 8.0, "triton": 10.0, "default": 12.0}
+        row["memory_bytes"]["forward"] = {"cuda": 50, "triton": 90, "default": 100}
+    results_file(tmp_path / "a.json", "attention", rows)
+    text = report.section(tmp_path)
+    assert "400 (1.60)" in text and "1.25 times the best peer" in text and "300 (" not in text
+    assert "| B8 H32/8 S2048 D128 causal | 400 (1.60) | 1.25 | 400 (1.60) | 1.25 |" in text
+    assert "forward 0.50 times PyTorch's" in text
 
 
 def test_policy_can_be_read_by_the_plugin(tmp_path, monkeypatch):

@@ -37,6 +37,7 @@ query [2, 16, 4096, 128] bfloat16, attn_mask [2, 1, 4096, 4096] bool on NVIDIA H
 
 backend | takes it | why
 --------+----------+-----------------------------------------
+cuda    | no       | attn_mask is not supported by the cuda backend
 triton  | yes      | stock would run cuDNN, which answers a fully masked row with the mean of value instead of zeros
 math    | could    | not asked: torch_flashbackend.sdpa_backend("math") does
 stock   | could    | triton comes first
@@ -55,13 +56,14 @@ query [2, 16, 4096, 600] bfloat16 on NVIDIA H200
 
 backend | takes it | why
 --------+----------+-----------------------------------------
+cuda    | no       | head_dim 600 with value head_dim 600 is not supported by the cuda backend (equal, 8 to 256; or 192 with 128)
 triton  | no       | head_dim 600 is not supported by the triton backend (largest: 512)
 math    | could    | not asked: torch_flashbackend.sdpa_backend("math") does
 stock   | yes      | takes every call
 
 runs on: stock (head_dim)
 PyTorch itself would run: efficient
-This is with the plugin on.""",
+This is with the plugin on.""",  # noqa: E501
         )
 
 
@@ -69,7 +71,8 @@ def test_cpu_tensors_change_nothing(qkv):
     explanation = explain(*qkv)
     assert explanation.backend == "stock"
     assert "These tensors are on cpu: torch_flashbackend changes nothing for them." in str(explanation)
-    assert explanation.rows[0] == (
+    assert explanation.rows[0] == ("cuda", "no", "the tensors are on cpu; the cuda backend runs on NVIDIA GPUs")
+    assert explanation.rows[1] == (
         "triton", "no", "the tensors are on cpu; the triton backend runs on NVIDIA and AMD GPUs"
     )  # fmt: skip
 
@@ -77,8 +80,8 @@ def test_cpu_tensors_change_nothing(qkv):
 def test_an_invalid_call_is_explained_too(qkv):
     query, key, value = qkv
     rows = explain(query, key[:, :3], value).rows
-    assert {row[0]: row[1] for row in rows} == {"triton": "no", "math": "no", "stock": "yes"}
-    assert "do not broadcast" in rows[1][2]
+    assert {row[0]: row[1] for row in rows} == {"cuda": "no", "triton": "no", "math": "no", "stock": "yes"}
+    assert "do not broadcast" in rows[2][2]
 
 
 def test_it_says_whether_the_plugin_is_on(monkeypatch):
@@ -147,7 +150,7 @@ def test_command_line_json_with_every_option(capsys):
         "query [2, 16, 64, 128] float16, key [2, 4, 96, 128] float16, value [2, 4, 96, 64] float16, is_causal, "
         "dropout_p 0.5, scale 0.25, enable_gqa, gradients on My GPU"
     )
-    assert [row["backend"] for row in data["rows"]] == ["triton", "math", "stock"]
+    assert [row["backend"] for row in data["rows"]] == ["cuda", "triton", "math", "stock"]
 
 
 def test_command_line_knows_a_measured_gpu_by_part_of_its_name(monkeypatch, capsys):

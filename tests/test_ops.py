@@ -649,7 +649,7 @@ def failing_backward(monkeypatch):
 
 @pytest.mark.parametrize("name", ["plain", "gqa", "bool mask", "float mask per key", "dropout"])
 def test_backward_whose_kernel_is_unavailable_takes_the_math_path_and_warns_once(failing_backward, name):
-    from torch_flashbackend.kernels.triton.launch import KernelUnavailable
+    from torch_flashbackend.kernels import KernelUnavailable
 
     case = CASES[name]
     query, key, value, mask, _ = case.tensors(grad=True)

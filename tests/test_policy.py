@@ -43,8 +43,12 @@ def call(seqlen=1024, head_dim=128, **kwargs):
     return Problem.from_shapes((2, 16, seqlen, head_dim), gpu=GPU, architecture="sm_80", **kwargs)
 
 
+def judge(problem, backend="triton"):
+    return policy.judge(problem, backend)
+
+
 def takes(*args, **kwargs):
-    return policy.judge(call(*args, **kwargs)).take
+    return judge(call(*args, **kwargs)).take
 
 
 def test_a_measured_call_is_taken_where_it_was_faster_by_the_margin(install):
@@ -76,7 +80,7 @@ def test_nearest_head_dim_at_or_above_else_the_largest(install):
     # Above 256 stock runs other kernels: nothing was measured, and an unusual head_dim is taken.
     install(row(0.5))
     assert not takes(head_dim=256)
-    assert policy.judge(call(head_dim=320)).reason == "unmeasured, likely faster: head_dim"
+    assert judge(call(head_dim=320)).reason == "unmeasured, likely faster: head_dim"
 
 
 def test_equal_head_dims_are_not_judged_by_unequal_ones(install):
@@ -95,7 +99,7 @@ def test_training_and_forward_are_measured_apart(install):
 
 def test_null_is_not_measured(install):
     install(row(1.5, None))
-    verdict = policy.judge(call(training=True))
+    verdict = judge(call(training=True))
     assert not verdict.take
     assert verdict.reason == "unmeasured"
     assert verdict.message == (
@@ -139,11 +143,11 @@ def test_every_case_of_a_call_must_be_faster(install):
 def test_decoding_is_compared_with_decoding_only(install):
     install(row(1.5))
     decode = call(seqlen=1, seqlen_k=2**20)
-    assert policy.judge(decode).reason == "unmeasured"
+    assert judge(decode).reason == "unmeasured"
     install(row(1.5), row(0.9, seqlen_q=1, seqlen_k=8192))
-    assert policy.judge(decode).reason == "measured slower"
+    assert judge(decode).reason == "measured slower"
     install(row(0.9), row(1.5, seqlen_q=1, seqlen_k=8192))
-    assert policy.judge(decode).take
+    assert judge(decode).take
 
 
 def test_symbolic_sizes_use_the_largest_row_and_add_no_guard(install):
@@ -153,27 +157,27 @@ def test_symbolic_sizes_use_the_largest_row_and_add_no_guard(install):
     symbolic = dataclasses.replace(call(), query_shape=shape, key_shape=shape, value_shape=shape)
     for largest, expected in ((1.5, True), (0.9, False)):
         install(row(2.4 - largest, seqlen=512), row(largest, seqlen=8192))
-        assert policy.judge(symbolic).take is expected
+        assert judge(symbolic).take is expected
     assert not environment.guards
 
 
 def test_the_message_names_the_ratio_and_the_nearest_measurement(install):
     install(row(1.31, seqlen=512), row(1.04, seqlen=2048))
-    verdict = policy.judge(call())
-    assert verdict == (
+    verdict = judge(call())
+    assert verdict[:3] == (
         True,
         "measured faster: dense",
         "1.04 times stock's speed measured at batch 2, heads 16, seqlen 2048, head_dim 128 (dense, forward)",
     )
     install(row(1e9, case="gqa", kv_heads=4))
-    assert policy.judge(call(kv_heads=4)).reason == "stock refuses: gqa"
+    assert judge(call(kv_heads=4)).reason == "stock refuses: gqa"
 
 
 def test_another_number_of_multiprocessors_is_another_gpu(install):
     install(row(1.5), sm_count=132)
-    assert policy.judge(dataclasses.replace(call(), sm_count=132)).take
-    assert not policy.judge(dataclasses.replace(call(), sm_count=16)).take
-    assert policy.judge(call()).take  # asked by name alone
+    assert judge(dataclasses.replace(call(), sm_count=132)).take
+    assert not judge(dataclasses.replace(call(), sm_count=16)).take
+    assert judge(call()).take  # asked by name alone
 
 
 def test_a_broken_file_is_left_out_with_a_warning(install, tmp_path):
@@ -189,8 +193,51 @@ def test_routing_follows_the_measurements(install):
     assert (decide(call()).backend, decide(call()).reason) == ("triton", "measured faster: dense")
     slower = decide(call(is_causal=True))
     assert (slower.backend, slower.reason) == ("stock", "measured slower")
-    assert slower.rejected[0][:2] == ("triton", "policy")
-    assert "0.90 times stock's speed" in slower.rejected[0][2]
+    assert slower.rejected[1][:2] == ("triton", "policy")
+    assert "0.90 times stock's speed" in slower.rejected[1][2]
+
+
+def on_hopper(**kwargs):
+    return Problem.from_shapes((2, 16, 1024, 128), gpu=GPU, architecture="sm_90", **kwargs)
+
+
+def chosen(**kwargs):
+    decision = decide(on_hopper(**kwargs))
+    return decision.backend, decision.reason
+
+
+def test_the_fastest_of_our_backends_is_taken_if_it_is_faster_than_stock(install):
+    fast = "measured faster: dense"
+    install(row(1.5, backend="cuda"), row(1.2, backend="triton"))
+    assert chosen() == ("cuda", fast)
+    install(row(1.2, backend="cuda"), row(1.5, backend="triton"))
+    assert chosen() == ("triton", fast)
+    assert decide(on_hopper()).rejected[0][:2] == ("cuda", "policy")
+    assert "triton is faster: 1.50 times stock's speed" in decide(on_hopper()).rejected[0][2]
+    install(row(1.2, backend="cuda"), row(1.21, backend="triton"))  # within the noise: the order decides
+    assert chosen() == ("cuda", fast)
+    install(row(0.9, backend="cuda"), row(1.1, backend="triton"))
+    assert chosen() == ("triton", fast)
+    install(row(1.1, backend="cuda"), row(0.9, backend="triton"))
+    assert chosen() == ("cuda", fast)
+    install(row(0.95, backend="cuda"), row(0.9, backend="triton"))
+    assert chosen() == ("stock", "measured slower")
+
+
+def test_rows_of_one_backend_say_nothing_about_the_other(install):
+    install(row(1.5, backend="triton"))
+    assert chosen() == ("triton", "measured faster: dense")
+    install(row(1.5))  # files of before there were two
+    assert chosen() == ("triton", "measured faster: dense")
+    install(row(1.5, training=0.9, backend="cuda"), row(0.8, training=0.7))
+    assert chosen() == ("cuda", "measured faster: dense")
+    assert chosen(training=True) == ("stock", "measured slower")
+    assert chosen(is_causal=True) == ("stock", "unmeasured")
+
+
+def test_a_backend_that_does_not_take_the_call_has_no_say(install):
+    install(row(3.0, backend="cuda", case="dropout"), row(1.5, case="dropout"))
+    assert chosen(dropout_p=0.1) == ("triton", "measured faster: dropout")
 
 
 def test_installed_policies_can_be_read(recwarn):

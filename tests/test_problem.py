@@ -190,6 +190,9 @@ def test_head_dims_that_stocks_kernels_refuse():
 
 def test_gpu_names():
     assert known_architecture("NVIDIA L40S") == "sm_89"
+    assert known_architecture("NVIDIA A100-SXM4-80GB") == "sm_80"
+    assert known_architecture("NVIDIA A10G") == "sm_86"
+    assert known_architecture("NVIDIA H200 NVL") == known_architecture("NVIDIA H20") == "sm_90"
     assert known_architecture("AMD Instinct MI300X") == "gfx942"
     with pytest.raises(ValueError, match="unknown GPU 'Abacus'"):
         known_architecture("Abacus")

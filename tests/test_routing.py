@@ -23,6 +23,13 @@ def changed(base: Problem, **fields) -> Problem:
     return dataclasses.replace(base, **fields)
 
 
+def expanded_strides(shape, expanded):
+    """Strides of a contiguous tensor of this shape, with one dimension expanded."""
+    stride = list(torch.empty(shape, device="meta").stride())
+    stride[expanded] = 0
+    return tuple(stride)
+
+
 class RoutingTest(TestCase):
     maxDiff = None
 
@@ -75,14 +82,14 @@ negative_scale_a100: stock / query / unmeasured
 unaligned_h200: triton / query / stock is wrong: alignment
 unaligned_a100: triton / query / stock is wrong: alignment
 unaligned_padded: triton / query / unmeasured, likely faster: head_dim
-empty_batch_h200: triton / query / stock is wrong: empty batch in cuDNN
+empty_batch_h200: cuda / query / stock is wrong: empty batch in cuDNN
 empty_batch_a100: stock / query / nothing to compute
-no_keys: triton / bhsd / stock falls back to math
+no_keys: cuda / bhsd / stock falls back to math
 no_queries: stock / bhsd / nothing to compute
 many_batches: triton / query / stock refuses: over 65535 batches or heads
 head_dim_300: triton / bhsd / stock falls back to math
 head_dim_512: triton / bshd / unmeasured, likely faster: head_dim
-rank_3: triton / bhsd / stock falls back to math
+rank_3: cuda / bhsd / stock falls back to math
 only_flash_with_mask: triton / query / stock refuses""",
         )
 
@@ -182,6 +189,85 @@ dropout_p: dropout_p 1.5 is not between 0 and 1
 scale: scale nan is not a finite number""",  # noqa: E501
         )
 
+    def test_why_the_cuda_backend_refuses(self):
+        dense, strides = problem(), expanded_strides
+        self.assertExpectedInline(
+            "\n".join(
+                self.refusal(call, "cuda")
+                for call in (
+                    problem(gpu="cpu"),
+                    problem(gpu=A100),
+                    problem(gpu=AMD),
+                    problem(gpu="Unknown", architecture="sm_100"),
+                    changed(dense, no_compiler="the package cuda-bindings is not installed"),
+                    problem(dtype=torch.float32),
+                    problem(mask="bool"),
+                    problem(dropout_p=0.1),
+                    problem(scale=-1.0),
+                    problem(scale=0.0),
+                    problem((2, 16, 4096, 264)),
+                    problem((2, 16, 4096, 4)),
+                    problem((2, 16, 4096, 36)),
+                    problem(head_dim_v=64),
+                    changed(dense, aligned=False),
+                    changed(dense, key_shape=(1, 16, 4096, 128)),
+                    changed(dense, query_shape=(2, 1, 4096, 128)),
+                    changed(dense, value_shape=(2, 1, 4096, 128)),
+                    changed(dense, query_stride=strides((2, 1, 4096, 128), 1)),
+                    changed(dense, key_stride=strides((2, 1, 4096, 128), 1)),
+                    changed(dense, value_stride=strides((1, 16, 4096, 128), 0)),
+                    changed(dense, sdp_backends=frozenset({"cudnn"})),
+                    changed(dense, transforms=True),
+                    dense,
+                )
+            ),
+            """\
+device: the tensors are on cpu; the cuda backend runs on NVIDIA GPUs
+architecture: NVIDIA A100-SXM4-80GB is sm_80; the cuda backend needs compute capability 9.0 (sm_90: H100, H200, H20, GH200)
+architecture: AMD Instinct MI300X is gfx942; the cuda backend needs compute capability 9.0 (sm_90: H100, H200, H20, GH200)
+architecture: Unknown is sm_100; the cuda backend needs compute capability 9.0 (sm_90: H100, H200, H20, GH200)
+compiler: the cuda backend's kernels cannot be compiled here: the package cuda-bindings is not installed
+dtype: float32 is not supported by the cuda backend (float16, bfloat16)
+attn_mask: attn_mask is not supported by the cuda backend
+dropout: dropout_p 0.1 is not supported by the cuda backend (0)
+positive scale: scale -1.0 is not supported by the cuda backend (a positive number)
+positive scale: scale 0.0 is not supported by the cuda backend (a positive number)
+head_dim: head_dim 264 with value head_dim 264 is not supported by the cuda backend (equal, 8 to 256; or 192 with 128)
+head_dim: head_dim 4 with value head_dim 4 is not supported by the cuda backend (equal, 8 to 256; or 192 with 128)
+head_dim multiple: head_dim 36 is no multiple of 8, as the cuda backend needs
+head_dim: head_dim 128 with value head_dim 64 is not supported by the cuda backend (equal, 8 to 256; or 192 with 128)
+alignment: the cuda backend needs pointers and strides of query, key and value that are multiples of 16 bytes, and a dense last dimension
+batch and heads: batch and heads of query [2, 16], key [1, 16] and value [2, 16] broadcast, which the cuda backend does not do
+batch and heads: batch and heads of query [2, 1], key [2, 16] and value [2, 16] broadcast, which the cuda backend does not do
+batch and heads: batch and heads of query [2, 16], key [2, 16] and value [2, 1] broadcast, which the cuda backend does not do
+expanded: dimension 1 of query is expanded (its stride is 0), which the cuda backend's copies cannot walk
+expanded: dimension 1 of key is expanded (its stride is 0), which the cuda backend's copies cannot walk
+expanded: dimension 0 of value is expanded (its stride is 0), which the cuda backend's copies cannot walk
+sdpa_kernel: torch.nn.attention.sdpa_kernel (or torch.backends.cuda) allows cudnn here; torch_flashbackend counts as FLASH_ATTENTION, which is not among these
+transform: a torch.func transform or forward-mode AD is active, which works on stock's operations
+policy: no measurements for NVIDIA H200""",  # noqa: E501
+        )
+
+    def test_what_the_cuda_backend_takes(self):
+        def takes(call):
+            return first_failure(call, "cuda", automatic=False) is None
+
+        for head_dim in range(8, 257, 8):
+            self.assertTrue(takes(problem((2, 16, 4096, head_dim))))
+        self.assertTrue(takes(problem(dtype=torch.float16, training=True, is_causal=True, scale=0.3)))
+        self.assertTrue(takes(problem((1, 1, 1, 128), seqlen_k=1000, is_causal=True)))
+        self.assertTrue(takes(problem((2, 16, 64, 192), head_dim_v=128)))
+        self.assertTrue(takes(problem(kv_heads=4)))
+        self.assertTrue(takes(problem((16, 64, 128))))
+        self.assertTrue(takes(problem((64, 128))))
+        self.assertTrue(takes(problem((2, 3, 4, 64, 128))))
+        # One head of keys and values, by its shape or by a stride of zero.
+        one = (2, 1, 4096, 128)
+        self.assertTrue(takes(changed(problem(), key_shape=one, value_shape=one)))
+        expanded = expanded_strides(one, 1)
+        self.assertTrue(takes(changed(problem(), key_stride=expanded, value_stride=expanded)))
+        self.assertTrue(takes(problem(gpu="NVIDIA H100 PCIe")))
+
     def test_a_choice_by_hand_skips_the_measurements_only(self):
         dense = problem()
         self.assertEqual(decide(dense).backend, "stock")
@@ -203,8 +289,8 @@ no backend among triton, math takes this call (query [2, 16, 64, 600] bfloat16, 
   math: dropout_p 2.0 is not between 0 and 1
 Add "stock" to sdpa_backend(...) to let PyTorch run what the others do not take.""",
         )
-        with self.assertRaisesRegex(ValueError, "there is no backend 'cuda'"):
-            decide(problem(), ("cuda",))
+        with self.assertRaisesRegex(ValueError, "there is no backend 'cudnn'"):
+            decide(problem(), ("cudnn",))
 
     def test_broadcasting_as_in_the_math_path(self):
         def takes(query, key, value, mask=None, **kwargs):
@@ -233,9 +319,10 @@ Add "stock" to sdpa_backend(...) to let PyTorch run what the others do not take.
         self.assertEqual(decide(below).backend, "triton")
 
     def test_the_speed_constraint_is_the_last_one(self):
+        self.assertEqual(BACKENDS["cuda"].constraints[-1].name, "policy")
         self.assertEqual(BACKENDS["triton"].constraints[-1].name, "policy")
-        self.assertEqual(tuple(BACKENDS), ("triton", "math", "stock"))
-        self.assertEqual(AUTO, ("triton", "stock"))
+        self.assertEqual(tuple(BACKENDS), ("cuda", "triton", "math", "stock"))
+        self.assertEqual(AUTO, ("cuda", "triton", "stock"))
         for backend in BACKENDS.values():
             names = [constraint.name for constraint in backend.constraints]
             self.assertEqual(len(names), len(set(names)))

@@ -22,7 +22,7 @@ def qkv():
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(ValueError, match="no backend 'cudnn'; choose among triton, math, stock"):
+    with pytest.raises(ValueError, match="no backend 'cudnn'; choose among cuda, triton, math, stock"):
         sdpa_backend("cudnn")
     with pytest.raises(ValueError, match="at least one"):
         sdpa_backend()

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from .direct import attention
     from .explain import explain
     from .override import disable, enable, is_enabled
+    from .precompile import warmup
     from .selection import sdpa_backend
     from .stats import stats
     from .verify import verify
 
 __version__ = "0.1.0"
-__all__ = ["attention", "disable", "enable", "explain", "is_enabled", "sdpa_backend", "stats", "verify"]
+__all__ = ["attention", "disable", "enable", "explain", "is_enabled", "sdpa_backend", "stats", "verify", "warmup"]
 
 _HOME = {
     "attention": "direct",
@@ -30,6 +31,7 @@ _HOME = {
     "sdpa_backend": "selection",
     "stats": "stats",
     "verify": "verify",
+    "warmup": "precompile",
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line: python -m torch_flashbackend explain ..., python -m torch_flashbackend info.
+"""The command line: python -m torch_flashbackend explain ..., info, warmup ...
 
 May import everything of the package that needs no GPU. Imported by nobody.
 """
@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
-from . import __version__, policy
+from . import __version__, nvrtc, policy, routing
 from .explain import explain_problem, other_implementations, plugin_enabled
+from .precompile import warmup
 from .problem import Problem
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "info":
         print(_info())
         return 0
+    if options.command == "warmup":
+        return _warmup(parser, options)
     try:
         problem = Problem.from_shapes(
             options.shape,
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m torch_flashbackend", description="Questions to torch_flashbackend. None needs a GPU."
+        prog="python -m torch_flashbackend", description="Questions and orders to torch_flashbackend. None needs a GPU."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, GPU, the measurements in force, is the plugin on")
@@ -75,7 +78,50 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--gpu", help='another machine\'s GPU, for example "NVIDIA H200"; or cpu, mps')
     explain.add_argument("--architecture", help="for a GPU whose name is not known here: sm_90, gfx942, ...")
     explain.add_argument("--json", action="store_true")
+    warm = commands.add_parser("warmup", help="compile now what calls will need later, for an image say")
+    warm.add_argument("--shapes", type=_shape, nargs="+", required=True, metavar="B,H,S,D", help="queries, one or more")
+    warm.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), nargs="+", default=["bfloat16"])
+    warm.add_argument("--kv-heads", type=int, help="heads of key and value, for grouped-query attention")
+    warm.add_argument("--seqlen-k", type=int, help="length of key and value")
+    warm.add_argument("--head-dim-v", type=int, help="head_dim of value")
+    kind = warm.add_mutually_exclusive_group()
+    kind.add_argument("--causal", action="store_true", help="causal calls alone; without this both kinds")
+    kind.add_argument("--full", action="store_true", help="calls that are not causal alone")
+    warm.add_argument("--inference", action="store_true", help="calls without gradients alone")
+    warm.add_argument(
+        "--backend", choices=routing.KERNELS, nargs="+", help="these in order, as sdpa_backend; else as measured"
+    )
+    warm.add_argument("--gpu", help='the GPU to compile for, if not this machine\'s: "NVIDIA H200"')
+    warm.add_argument("--architecture", help="for a GPU whose name is not known here: sm_90, gfx942, ...")
+    warm.add_argument("--workers", type=int, help="compilers at once; one for each CPU core without this")
     return parser
+
+
+def _warmup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Exit status 1 where something does not compile."""
+    try:
+        done = warmup(
+            options.shapes,
+            dtypes=[DTYPES[name] for name in options.dtype],
+            causal=(True,) if options.causal else (False,) if options.full else (False, True),
+            training=(False,) if options.inference else (False, True),
+            kv_heads=options.kv_heads,
+            seqlen_k=options.seqlen_k,
+            head_dim_v=options.head_dim_v,
+            backends=options.backend,
+            gpu=_full_name(options.gpu),
+            architecture=options.architecture,
+            workers=options.workers,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for call, backend, kernels, seconds in done:
+        what = f"{', '.join(kernels)} ({seconds:.1f} s)" if kernels else "nothing to compile"
+        print(f"{call}: {backend}, {what}")
+    return 0
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -113,6 +159,8 @@ def _info() -> str:
             rows.append((f"GPU {index}", f"{properties.name}, {properties.multi_processor_count} SMs; {used}"))
     else:
         rows.append(("GPU", "none: nothing changes on this machine"))
+    rows.append(("CUDA C++ compiler", nvrtc.unavailable() or nvrtc.version()))
+    rows.append(("compiled kernels", str(nvrtc.cache_folder() or "not kept on disk")))
     rows.append(("measured GPUs", ", ".join(sorted(measured)) or "none"))
     variable = os.environ.get("TORCH_FLASHBACKEND")
     state = "on" if plugin_enabled() else "off"

@@ -12,6 +12,7 @@ new needs that in `signature` and `settings`, or it will be answered for another
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -259,14 +260,14 @@ def decide(
     decision = routing.decide(problem, allowed)
     run = None
     if (
-        decision.backend == "triton"
+        decision.backend in routing.KERNELS
         and query.dim() == key.dim() == value.dim() == 4
         and _same_layout(query, key, value)
     ):
         from . import ops
 
         if attn_mask is None or attn_mask.dim() <= 4:
-            run = ops.run
+            run = _runner(ops, decision.backend, problem.requires_grad)
     simple = not problem.requires_grad
     ends_in = _passed_on_to(problem) if simple and decision.backend == "stock" and keep_as is not None else None
     result = Entry(decision, simple, run, ends_in)
@@ -279,6 +280,12 @@ def decide(
         cache[keep_as] = result
         stats.register(decision)
     return result
+
+
+def _runner(ops: Any, backend: str, requires_grad: bool) -> Callable[..., Any]:
+    if backend == "triton":
+        return ops.run
+    return functools.partial(ops.run, backend=backend) if requires_grad else ops.HopperInference()
 
 
 def _passed_on_to(problem: Any) -> str | None:
@@ -342,10 +349,8 @@ def after_failure(entry: Entry, error: BaseException) -> Entry:
 
 def kernel_failures() -> tuple[type[BaseException], ...]:
     """What ops raises where a kernel cannot be had and nothing has run: for `except`, which asks only when it must."""
-    try:
-        from .kernels.triton.launch import KernelUnavailable
-    except ImportError:
-        return (torch.OutOfMemoryError,)
+    from .kernels import KernelUnavailable
+
     return (KernelUnavailable, torch.OutOfMemoryError)
 
 

@@ -29,7 +29,7 @@ ARGUMENTS = (
 )
 AUTOCAST_DEVICES = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 # Where the logsumexp is asked for, stock cannot answer.
-WITH_LOGSUMEXP = ("triton", "math")
+WITH_LOGSUMEXP = ("cuda", "triton", "math")
 
 
 def attention(
@@ -67,7 +67,7 @@ def attention(
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(query.device.type):
         if return_lse:
             return _op_with_logsumexp(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "triton,math"
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, ",".join(WITH_LOGSUMEXP)
             )
         return _op(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "")
     return _call(
@@ -111,8 +111,9 @@ def run(
         from . import ops
 
         result = ops.run(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, layout=decision.layout, return_lse=return_lse
-        )
+            query, key, value, attn_mask, dropout_p, is_causal, scale, layout=decision.layout,
+            backend=decision.backend, return_lse=return_lse,
+        )  # fmt: skip
     if batch is None:
         return result
     if return_lse:

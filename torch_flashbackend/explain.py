@@ -28,7 +28,7 @@ HEADINGS = ("backend", "takes it", "why")
 class Explanation:
     """Why a call runs where it runs. `print` it, or read the fields.
 
-    backend: "triton", "math", "stock", or "error" if the backends chosen by sdpa_backend all refuse the call.
+    backend: "cuda", "triton", "math", "stock", or "error" if the backends chosen by sdpa_backend all refuse the call.
     decision: routing's Decision, None for "error". rows: (backend, "yes" or "no", why) for each backend.
     stock_backend: what PyTorch itself would run, None if that is not known. enabled: is the plugin switched on?
     allowed: the backends that sdpa_backend allows here, None where nobody has chosen. notes: whatever else matters.
@@ -144,7 +144,8 @@ def _row(problem: Problem, name: str, chosen: str, allowed: tuple[str, ...] | No
     if failed is not None:
         return name, "no", failed.message(problem)
     if name == chosen:
-        return name, "yes", routing.worth(problem).message if automatic else "asked for, and every condition holds"
+        why = routing.worth(problem, name).message if automatic else "asked for, and every condition holds"
+        return name, "yes", why
     asked = routing.AUTO if allowed is None else allowed
     if name in asked:
         return name, "could", f"{chosen} comes first"

@@ -166,7 +166,7 @@ def _entry_for(
             entry = decisions.cache.get(keep_as)
             if entry is None:
                 entry = decisions.decide(*arguments, entry=op, keep_as=keep_as)
-                entry.taken = entry.decision.backend == "triton"
+                entry.taken = entry.decision.backend in ("cuda", "triton")
         decisions.remember(among, rest, entry, *tensors)
     entry.decision.calls += 1
     return entry
@@ -196,17 +196,25 @@ def _flash_takes(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, seq
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, layout: str
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    layout: str,
 ) -> tuple[Tensor, Tensor]:
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out, logsumexp = torch.ops.flashbackend.attention_forward.default(
-        query, key, value, mask, None, 0.0, is_causal, scale, layout
+        query, key, value, mask, None, 0.0, is_causal, scale, layout, backend
     )
     # With a float mask, [2, B, H, S]: the second half is what rounding cut off, which stock has no place for.
     return out, logsumexp[0] if logsumexp.dim() == 4 else logsumexp
 
 
 def _backward(
+    backend: str,
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -224,7 +232,7 @@ def _backward(
     if mask is not None:
         logsumexp = torch.stack((logsumexp, torch.zeros_like(logsumexp)))
     return torch.ops.flashbackend.attention_backward.default(
-        grad_out, query, key, value, mask, out, logsumexp, None, 0.0, is_causal, scale, wanted
+        grad_out, query, key, value, mask, out, logsumexp, None, 0.0, is_causal, scale, wanted, backend
     )
 
 
@@ -304,9 +312,11 @@ def _flash(
         return None
     if not _flash_takes(query, key, value, is_causal, 2):
         return None
-    if not _entry_for(FLASH, query, key, value, None, is_causal, scale).taken:
+    entry = _entry_for(FLASH, query, key, value, None, is_causal, scale)
+    if not entry.taken:
         return None
-    out, logsumexp = _forward(query, key, value, None, is_causal, scale, "query")
+    backend = entry.decision.backend
+    out, logsumexp = _forward(backend, query, key, value, None, is_causal, scale, "query")
     empty_mask = torch.empty(0, dtype=query.dtype, device=query.device)
     return (out, logsumexp, None, None, query.shape[2], key.shape[2], *_random_state(query), empty_mask)
 
@@ -340,9 +350,11 @@ def _flash_forward(
     if not _flash_takes(query, key, value, is_causal, 1):
         return None
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if not _entry_for(FLASH_FORWARD, query, key, value, None, is_causal, scale).taken:
+    entry = _entry_for(FLASH_FORWARD, query, key, value, None, is_causal, scale)
+    if not entry.taken:
         return None
-    out, logsumexp = _forward(query, key, value, None, is_causal, scale, "query")
+    backend = entry.decision.backend
+    out, logsumexp = _forward(backend, query, key, value, None, is_causal, scale, "query")
     empty_mask = torch.empty(0, dtype=query.dtype, device=query.device)
     return (out.transpose(1, 2), logsumexp, *_random_state(query), empty_mask)
 
@@ -366,16 +378,18 @@ def _efficient(
         return None
     if attn_bias is not None and (is_causal or not _bias_fits(attn_bias, query, key)):
         return None
-    if not _entry_for(EFFICIENT, query, key, value, attn_bias, is_causal, scale).taken:
+    entry = _entry_for(EFFICIENT, query, key, value, attn_bias, is_causal, scale)
+    if not entry.taken:
         return None
+    backend = entry.decision.backend
     if not compute_log_sumexp:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         out = torch.ops.flashbackend.attention.default(
-            query, key, value, attn_bias, None, 0.0, is_causal, scale, "bshd"
+            query, key, value, attn_bias, None, 0.0, is_causal, scale, "bshd", backend
         )
         logsumexp = torch.empty((*query.shape[:2], 0), dtype=torch.float32, device=query.device)
         return (out, logsumexp, *_seed_and_offset(query))
-    out, logsumexp = _forward(query, key, value, attn_bias, is_causal, scale, "bshd")
+    out, logsumexp = _forward(backend, query, key, value, attn_bias, is_causal, scale, "bshd")
     padding = 0 if torch.version.hip is not None else -query.shape[2] % LOGSUMEXP_ALIGNMENT
     if padding:
         logsumexp = torch.nn.functional.pad(logsumexp, (0, padding), value=float("inf"))
@@ -402,9 +416,11 @@ def _cudnn(
         return None
     if attn_bias is not None and (is_causal or not _bias_fits(attn_bias, query, key)):
         return None
-    if not _entry_for(CUDNN, query, key, value, attn_bias, is_causal, scale).taken:
+    entry = _entry_for(CUDNN, query, key, value, attn_bias, is_causal, scale)
+    if not entry.taken:
         return None
-    out, logsumexp = _forward(query, key, value, attn_bias, is_causal, scale, "query")
+    backend = entry.decision.backend
+    out, logsumexp = _forward(backend, query, key, value, attn_bias, is_causal, scale, "query")
     if attn_bias is not None and compute_log_sumexp:
         logsumexp = _without_minus_infinity(logsumexp)
     logsumexp = logsumexp.contiguous().unsqueeze(-1)
@@ -438,10 +454,12 @@ def _flash_backward(
         return None
     if not _flash_takes(query, key, value, is_causal, 2):
         return None
-    if not _entry_for(BACKWARDS[FLASH], query, key, value, None, is_causal, scale).taken:
+    entry = _entry_for(BACKWARDS[FLASH], query, key, value, None, is_causal, scale)
+    if not entry.taken:
         return None
+    backend = entry.decision.backend
     wanted = [True, True, True, False]
-    return _backward(grad_out, query, key, value, None, out, logsumexp, is_causal, scale, wanted)[:3]
+    return _backward(backend, grad_out, query, key, value, None, out, logsumexp, is_causal, scale, wanted)[:3]
 
 
 def _flash_forward_backward(
@@ -469,10 +487,12 @@ def _flash_forward_backward(
     if _windowed(window_size_left, window_size_right) or not _flash_takes(query, key, value, is_causal, 1):
         return None
     grad_out, query, key, value, out = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
-    if not _entry_for(BACKWARDS[FLASH_FORWARD], query, key, value, None, is_causal, scale).taken:
+    entry = _entry_for(BACKWARDS[FLASH_FORWARD], query, key, value, None, is_causal, scale)
+    if not entry.taken:
         return None
+    backend = entry.decision.backend
     wanted = [True, True, True, False]
-    grads = _backward(grad_out, query, key, value, None, out, logsumexp, is_causal, scale, wanted)
+    grads = _backward(backend, grad_out, query, key, value, None, out, logsumexp, is_causal, scale, wanted)
     return tuple(grad.transpose(1, 2) for grad in grads[:3])
 
 
@@ -498,11 +518,13 @@ def _efficient_backward(
         return None
     if logsumexp.shape[-1] < query.shape[2]:
         return None
-    if not _entry_for(BACKWARDS[EFFICIENT], query, key, value, attn_bias, is_causal, scale).taken:
+    entry = _entry_for(BACKWARDS[EFFICIENT], query, key, value, attn_bias, is_causal, scale)
+    if not entry.taken:
         return None
+    backend = entry.decision.backend
     wanted = [True, True, True, attn_bias is not None and grad_input_mask[3]]
     logsumexp = logsumexp[..., : query.shape[2]]
-    grads = _backward(grad_out, query, key, value, attn_bias, out, logsumexp, is_causal, scale, wanted)
+    grads = _backward(backend, grad_out, query, key, value, attn_bias, out, logsumexp, is_causal, scale, wanted)
     grad_bias = _padded_rows(grads[3]) if wanted[3] else None
     return (*(_as_bshd(grad) for grad in grads[:3]), grad_bias)
 
@@ -532,11 +554,13 @@ def _cudnn_backward(
         return None
     if attn_bias is not None and (is_causal or not _bias_fits(attn_bias, query, key)):
         return None
-    if not _entry_for(BACKWARDS[CUDNN], query, key, value, attn_bias, is_causal, scale).taken:
+    entry = _entry_for(BACKWARDS[CUDNN], query, key, value, attn_bias, is_causal, scale)
+    if not entry.taken:
         return None
+    backend = entry.decision.backend
     wanted = [True, True, True, False]
     logsumexp = logsumexp.squeeze(-1)
-    return _backward(grad_out, query, key, value, attn_bias, out, logsumexp, is_causal, scale, wanted)[:3]
+    return _backward(backend, grad_out, query, key, value, attn_bias, out, logsumexp, is_causal, scale, wanted)[:3]
 
 
 def _as_bshd(grad: Tensor) -> Tensor:

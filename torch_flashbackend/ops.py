@@ -11,7 +11,9 @@ kernel hooks, ``selection`` and ``attention``. All operators are rank 4: query [
     attention_backward  -> gradients of query, key, value and attn_mask, an empty tensor for each not asked for
 
 ``layout`` is the memory order of out: "query" (that of the query), "bshd" or "bhsd". ``dropout_seed`` int64 [1] goes
-with a positive dropout_p. On CUDA the Triton kernels run; on CPU and MPS the math path.
+with a positive dropout_p. ``backend`` says whose kernels run on CUDA: "triton", or "cuda", the Hopper kernels, in whose
+place Triton's run where a call is not theirs: an address that is no multiple of 16 bytes (a compiled graph is not
+traced again for it), another GPU than the one that the graph was made for. On CPU and MPS the math path runs.
 """
 
 from __future__ import annotations
@@ -19,24 +21,27 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from . import _torch, reference
+from .kernels import KernelUnavailable
+from .kernels import launch_counts as counts
 
 _library = torch.library.Library("flashbackend", "DEF")
 _COMMON = (
     "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? dropout_seed, float dropout_p, bool is_causal, "
-    "float scale, str layout"
+    'float scale, str layout, str backend="triton"'
 )
 _library.define(f"attention({_COMMON}) -> Tensor")
 _library.define(f"attention_forward({_COMMON}) -> (Tensor, Tensor)")
 _library.define(
     "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor out, "
-    "Tensor logsumexp, Tensor? dropout_seed, float dropout_p, bool is_causal, float scale, bool[4] output_mask) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor logsumexp, Tensor? dropout_seed, float dropout_p, bool is_causal, float scale, bool[4] output_mask, "
+    'str backend="triton") -> (Tensor, Tensor, Tensor, Tensor)'
 )
 _attention = torch.ops.flashbackend.attention.default
 _attention_forward = torch.ops.flashbackend.attention_forward.default
@@ -51,17 +56,21 @@ def _kernels():
     return kernels
 
 
+@functools.cache
+def _hopper():
+    """The forward of the Hopper kernels, imported when the first call wants them."""
+    from .kernels.cuda import forward
+
+    return forward
+
+
 def launch_counts() -> dict[str, int]:
     """How often each kernel was launched in this process since ``reset_launch_counts``, compiled graphs included."""
-    from .kernels.triton.launch import launch_counts as counts
-
     return {name: count for name, count in counts.items() if count}
 
 
 def reset_launch_counts() -> None:
     """Set all of ``launch_counts`` to zero."""
-    from .kernels.triton.launch import launch_counts as counts
-
     for name in counts:
         counts[name] = 0
 
@@ -97,13 +106,16 @@ def _mask_as_rank_4(attn_mask: Tensor | None) -> Tensor | None:
 # ----------------------------------------------------------------------------------------------------------------- CUDA
 
 
-def _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, logsumexp):
+def _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend, logsumexp):
     out = _empty_out(query, value.size(3), layout)
     if out.numel() == 0 or key.size(2) == 0:
         # No rows to compute, or no keys to see.
         if logsumexp is not None:
             logsumexp.fill_(-float("inf"))
         return out.zero_()
+    if backend == "cuda" and attn_mask is None and dropout_p == 0.0 and _hopper().aligned(query, key, value):
+        _hopper().forward(query, key, value, is_causal, scale, out, logsumexp)
+        return out
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
     mask = _mask_as_rank_4(attn_mask)
     _kernels().forward(
@@ -112,23 +124,37 @@ def _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_caus
     return out
 
 
-def _attention_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout):
-    return _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, None)
+def _attention_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend="triton"):
+    return _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend, None)
 
 
-def _attention_forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout):
-    logsumexp = torch.empty(_logsumexp_shape(query, attn_mask), dtype=torch.float32, device=query.device)
-    out = _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, logsumexp)
+def _attention_forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout,
+                            backend="triton"):  # fmt: skip
+    batch, heads, seqlen_q, _ = query.shape
+    pitch = seqlen_q or 1  # as of an empty tensor in PyTorch
+    plane = (heads or 1) * pitch
+    shape: tuple[int, ...] = (batch, heads, seqlen_q)
+    strides: tuple[int, ...] = (plane, pitch, 1)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        shape, strides = (2, *shape), ((batch or 1) * plane, *strides)
+    logsumexp = _torch.empty_float32(query, shape, strides)
+    out = _forward_cuda(
+        query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend, logsumexp
+    )  # fmt: skip
     return out, logsumexp
 
 
-def _attention_backward_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal,
-                             scale, output_mask):  # fmt: skip
+def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale,
+                    output_mask, backend="triton"):  # fmt: skip
+    """What the operator returns, with None for each gradient not asked for.
+
+    The Hopper kernels have no backward: both backends run Triton's.
+    """
     needs_query, needs_key, needs_value, needs_mask = output_mask
     if query.numel() == 0 or key.numel() == 0 or out.numel() == 0:
         likes = (query, key, value, attn_mask)
         return tuple(
-            _empty_gradient(like, index).zero_() if wanted else query.new_empty(0)
+            _empty_gradient(like, index).zero_() if wanted else None
             for index, (like, wanted) in enumerate(zip(likes, output_mask, strict=True))
         )
     grad_query = torch.empty_like(query) if needs_query else None
@@ -143,22 +169,44 @@ def _attention_backward_cuda(grad_out, query, key, value, attn_mask, out, logsum
         grad_key, grad_value, needs_mask, allow_tf32,
     )  # fmt: skip
     return (
-        grad_query if needs_query else query.new_empty(0),
-        grad_key if needs_key else query.new_empty(0),
-        grad_value if needs_value else query.new_empty(0),
-        grad_mask.view(attn_mask.shape) if needs_mask else query.new_empty(0),
+        grad_query,
+        grad_key if needs_key else None,
+        grad_value if needs_value else None,
+        grad_mask.view(attn_mask.shape) if needs_mask else None,
     )
+
+
+def _with_triton_to_fall_back_on(implementation):
+    """As the dispatcher calls an operator: from a compiled graph, say, which knows of no other way to compute it."""
+
+    @functools.wraps(implementation)
+    def call(*arguments):
+        try:
+            return implementation(*arguments)
+        except KernelUnavailable as error:
+            if arguments[-1] != "cuda":  # the last argument, which is left out where it is "triton"
+                raise
+            warnings.warn(f"torch_flashbackend: {error}; Triton's kernels run instead", stacklevel=2)
+        return implementation(*arguments[:-1])
+
+    return call
+
+
+def _attention_backward_cuda(grad_out, query, *arguments):
+    grads = _gradients_cuda(grad_out, query, *arguments)
+    return tuple(query.new_empty(0) if grad is None else grad for grad in grads)
 
 
 # ---------------------------------------------------------------------------------------------------------- CPU and MPS
 
 
-def _attention_math(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout):
+def _attention_math(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend="triton"):
     out = _empty_out(query, value.size(3), layout)
     return out.copy_(reference.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed))
 
 
-def _attention_forward_math(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout):
+def _attention_forward_math(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout,
+                            backend="triton"):  # fmt: skip
     out = _empty_out(query, value.size(3), layout)
     result, logsumexp = reference.attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed, return_lse=True
@@ -169,7 +217,7 @@ def _attention_forward_math(query, key, value, attn_mask, dropout_seed, dropout_
 
 
 def _attention_backward_math(grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal,
-                             scale, output_mask):  # fmt: skip
+                             scale, output_mask, backend="triton"):  # fmt: skip
     grads = reference.attention_backward(
         grad_out, query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed
     )
@@ -190,18 +238,19 @@ def _empty_gradient(like: Tensor, index: int) -> Tensor:
 
 
 @torch.library.register_fake("flashbackend::attention", lib=_library)
-def _(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout):
+def _(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend="triton"):
     return _empty_out(query, value.size(3), layout)
 
 
 @torch.library.register_fake("flashbackend::attention_forward", lib=_library)
-def _(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout):
+def _(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend="triton"):
     logsumexp = query.new_empty(_logsumexp_shape(query, attn_mask), dtype=torch.float32)
     return _empty_out(query, value.size(3), layout), logsumexp
 
 
 @torch.library.register_fake("flashbackend::attention_backward", lib=_library)
-def _(grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, output_mask):
+def _(grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, output_mask,
+      backend="triton"):  # fmt: skip
     likes = (query, key, value, attn_mask)
     return tuple(
         _empty_gradient(like, index) if wanted else query.new_empty(0)
@@ -214,7 +263,7 @@ for _name, _cuda, _math in (
     ("attention_forward", _attention_forward_cuda, _attention_forward_math),
     ("attention_backward", _attention_backward_cuda, _attention_backward_math),
 ):
-    _library.impl(_name, _cuda, "CUDA")
+    _library.impl(_name, _with_triton_to_fall_back_on(_cuda), "CUDA")
     _library.impl(_name, _math, "CPU")
     _library.impl(_name, _math, "MPS")
 
@@ -229,7 +278,7 @@ check_gradients: Callable[..., None] | None = None
 def _gradients(saved, grad_out, options, needed):
     """(grad_query, grad_key, grad_value, grad_mask), None where not needed; differentiable under create_graph=True."""
     query, key, value, attn_mask, out, logsumexp, dropout_seed = saved
-    dropout_p, is_causal, scale = options
+    dropout_p, is_causal, scale, backend = options
     if torch.is_grad_enabled():
         # create_graph: the backward itself will be differentiated, so it is made of operations that can be.
         inputs = [t for t, wanted in zip((query, key, value, attn_mask), needed, strict=True) if wanted]
@@ -238,12 +287,11 @@ def _gradients(saved, grad_out, options, needed):
         return tuple(next(grads) if wanted else None for wanted in needed)
     try:
         grads = _below_autograd(
-            _attention_backward, _attention_backward_cuda,
+            _attention_backward, _gradients_cuda,
             grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, needed,
+            backend,
         )  # fmt: skip
-    except RuntimeError as error:
-        if not _is_kernel_unavailable(error):
-            raise
+    except KernelUnavailable as error:
         warnings.warn(f"torch_flashbackend: {error}; the math path computes this backward", stacklevel=2)
         grads = reference.attention_backward(
             grad_out, query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed
@@ -254,13 +302,7 @@ def _gradients(saved, grad_out, options, needed):
         check_gradients(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, grad_out, wanted_three
         )  # fmt: skip
-    return tuple(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True))
-
-
-def _is_kernel_unavailable(error: BaseException) -> bool:
-    from .kernels.triton.launch import KernelUnavailable
-
-    return isinstance(error, KernelUnavailable)
+    return tuple([grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)])
 
 
 def _below_autograd(operator, implementation, tensor, *arguments):
@@ -278,19 +320,19 @@ class _Attention(torch.autograd.Function):
     """The two operators as one differentiable function: the boundary that an eager call crosses."""
 
     @staticmethod
-    def forward(ctx, query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout):
+    def forward(ctx, query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend):
         out, logsumexp = _below_autograd(
             _attention_forward, _attention_forward_cuda,
-            query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout,
+            query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend,
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, attn_mask, out, logsumexp, dropout_seed)
-        ctx.options = dropout_p, is_causal, scale
+        ctx.options = dropout_p, is_causal, scale, backend
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         grads = _gradients(ctx.saved_tensors, grad_out, ctx.options, ctx.needs_input_grad[:4])
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 class _AttentionWithLogsumexp(_Attention):
@@ -315,15 +357,15 @@ _apply_with_logsumexp = super(torch.autograd.Function, _AttentionWithLogsumexp).
 
 
 def _setup_context(ctx, inputs, output):
-    query, key, value, attn_mask, dropout_seed, *options, _ = inputs
+    query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, _, backend = inputs
     ctx.save_for_backward(query, key, value, attn_mask, *output, dropout_seed)
     ctx.mark_non_differentiable(output[1])
-    ctx.options = options
+    ctx.options = dropout_p, is_causal, scale, backend
 
 
 def _operator_backward(ctx, grad_out, _):
     grads = _gradients(ctx.saved_tensors, grad_out, ctx.options, ctx.needs_input_grad[:4])
-    return *grads, None, None, None, None, None
+    return *grads, None, None, None, None, None, None
 
 
 torch.library.register_autograd(
@@ -332,19 +374,20 @@ torch.library.register_autograd(
 
 
 def _inference_setup_context(ctx, inputs, output):
-    query, key, value, attn_mask, dropout_seed, *options, _ = inputs
+    query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, _, backend = inputs
     ctx.save_for_backward(query, key, value, attn_mask, dropout_seed)
-    ctx.options = options
+    ctx.options = dropout_p, is_causal, scale, backend
 
 
 def _inference_backward(ctx, grad_out):
     """``attention`` keeps no logsumexp, so its gradient runs the forward once more."""
     query, key, value, attn_mask, dropout_seed = ctx.saved_tensors
     with torch.no_grad():
-        out, logsumexp = _attention_forward(query, key, value, attn_mask, dropout_seed, *ctx.options, "query")
+        *options, backend = ctx.options
+        out, logsumexp = _attention_forward(query, key, value, attn_mask, dropout_seed, *options, "query", backend)
     saved = query, key, value, attn_mask, out, logsumexp, dropout_seed
     grads = _gradients(saved, grad_out, ctx.options, ctx.needs_input_grad[:4])
-    return *grads, None, None, None, None, None
+    return *grads, None, None, None, None, None, None
 
 
 torch.library.register_autograd(
@@ -389,12 +432,13 @@ def run(
     scale: float | None = None,
     *,
     layout: str = "query",
+    backend: str = "triton",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention on our operators, differentiable; draws the dropout seed from torch's generator of the device.
 
-    Shapes and types as the module says. Call it with no functorch transform and no forward-mode level active: those
-    need PyTorch's own rules. Raises ``KernelUnavailable`` before anything ran when a kernel can not be compiled.
+    Shapes, types and backends as the module says. Call it with no functorch transform and no forward-mode level active:
+    those need PyTorch's own rules. Raises ``KernelUnavailable`` before anything ran when a kernel can not be compiled.
     """
     if scale is None:
         scale = query.size(-1) ** -0.5
@@ -409,9 +453,57 @@ def run(
         or (attn_mask is not None and attn_mask.requires_grad)
     ):
         apply = _apply_with_logsumexp if return_lse else _apply
-        return apply(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, layout)
-    arguments = query, key, value, attn_mask, seed, dropout_p, is_causal, scale, layout
+        return apply(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, layout, backend)
+    arguments = query, key, value, attn_mask, seed, dropout_p, is_causal, scale, layout, backend
     if not return_lse:
         return _below_autograd(_attention, _attention_cuda, *arguments)
     out, logsumexp = _below_autograd(_attention_forward, _attention_forward_cuda, *arguments)
     return out, logsumexp[0] if logsumexp.dim() == 4 else logsumexp
+
+
+class HopperInference:
+    """`run` on the "cuda" backend for calls that differ in nothing but addresses and scale and need no gradient.
+
+    It keeps the plan of the last call, which saves looking it up: 2 us of some 12.
+    """
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        # (scale as it was given, plan, is out like query?)
+        self._last: tuple[float | None, Any, bool] | None = None
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        *,
+        layout: str = "query",
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As `run`."""
+        last = self._last
+        if return_lse or not _unobserved(query):
+            return run(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, backend="cuda",
+                return_lse=return_lse,
+            )  # fmt: skip
+        if last is None or last[0] != scale:
+            if query.numel() == 0 or key.numel() == 0:
+                return run(query, key, value, None, 0.0, is_causal, scale, layout=layout, backend="cuda")
+            softmax_scale = query.size(-1) ** -0.5 if scale is None else scale
+            out = _empty_out(query, value.size(3), layout)
+            plan = _hopper().plan(query, key, value, out, False, is_causal, softmax_scale)
+            last = self._last = scale, plan, layout == "query" and query.size(3) == value.size(3)
+        else:
+            out = torch.empty_like(query) if last[2] else _empty_out(query, value.size(3), layout)
+        last[1](query, key, value, out, None)
+        return out
+
+
+_unobserved = _torch.unobserved

@@ -30,6 +30,8 @@ MARGIN = 1.02
 # Up to this many query positions a call reads keys and values and does little else: decoding. Such calls are compared
 # with each other only.
 DECODE_SEQLEN = 16
+# Our kernels for one architecture, and those for all.
+SPECIAL, PORTABLE = "cuda", "triton"
 # A ratio that stands for "stock refused".
 REFUSED = 1e8
 
@@ -37,16 +39,24 @@ POLICY_FOLDER: Any = importlib.resources.files(__package__).joinpath("policies")
 
 
 class Verdict(NamedTuple):
-    """take: should the call be ours? reason: short and countable. message: the numbers behind it."""
+    """take: should the call be ours? reason: short and countable. message: the numbers behind it.
+
+    ratio: stock's time divided by ours at the measurement that decided, NaN where there is none.
+    """
 
     take: bool
     reason: str
     message: str
+    ratio: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured call; forward and training are stock's time divided by ours, None where not measured."""
+    """One measured call; forward and training are stock's time divided by ours, None where not measured.
+
+    backend: whose kernels ran, "cuda" or "triton". Of "cuda", training is its forward with the backward that goes with
+    it.
+    """
 
     case: str
     causal: bool
@@ -60,6 +70,7 @@ class Row:
     seqlen_k: int
     forward: float | None
     training: float | None
+    backend: str = "triton"
 
     @property
     def work(self) -> int:
@@ -93,13 +104,25 @@ class Policy:
     rows: tuple[Row, ...]
 
 
-def judge(problem: Problem) -> Verdict:
-    """Should this call be taken because it is faster?
+def judge(problem: Problem, backend: str) -> Verdict:
+    """Should this call be taken by these kernels of ours, because they are faster than stock, and than our others?
 
     A call may be of several cases (a mask and dropout, say): it is taken if each of them says so.
     """
     measured = policy_for(problem)
-    verdicts = [_judge_case(problem, case, measured) for case in cases(problem)]
+    verdict = _judge_all(problem, backend, measured)
+    if backend != SPECIAL or not verdict.take:
+        return verdict
+    # Whatever the special kernels can run, the portable ones can too.
+    other = _judge_all(problem, PORTABLE, measured)
+    if other.take and other.ratio > MARGIN * verdict.ratio:
+        message = f"{verdict.message}; {PORTABLE} is faster: {other.message}"
+        return Verdict(False, f"measured slower than {PORTABLE}", message, verdict.ratio)
+    return verdict
+
+
+def _judge_all(problem: Problem, backend: str, measured: Policy | None) -> Verdict:
+    verdicts = [_judge_case(problem, case, measured, backend) for case in cases(problem)]
     return next((verdict for verdict in verdicts if not verdict.take), verdicts[0])
 
 
@@ -140,39 +163,44 @@ def policies() -> dict[str, Policy]:
             continue
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
-            fields = Row.__slots__
-            rows = tuple(Row(**{name: row[name] for name in fields}) for row in data["rows"])
+            fields = [name for name in Row.__slots__ if name != "backend"]
+            rows = tuple(
+                Row(**{name: row[name] for name in fields}, backend=row.get("backend", PORTABLE))
+                for row in data["rows"]
+            )
             found[data["gpu"]] = Policy(data["gpu"], data.get("sm_count"), data.get("source", file.name), rows)
         except (KeyError, OSError, TypeError, ValueError) as error:
             warnings.warn(f"torch_flashbackend: policy {file.name} left out: {error!r}", stacklevel=2)
     return found
 
 
-def _judge_case(problem: Problem, case: str, policy: Policy | None) -> Verdict:
+def _judge_case(problem: Problem, case: str, policy: Policy | None, backend: str) -> Verdict:
     if policy is None:
-        return _unmeasured(problem, case, f"no measurements for {problem.gpu_name or 'this GPU'}")
+        return _unmeasured(problem, case, f"no measurements for {problem.gpu_name or 'this GPU'}", backend)
     training, symbolic = problem.requires_grad, problem.symbolic
-    rows = _comparable(problem, case, policy, training, symbolic)
+    rows = _comparable(problem, case, policy, training, symbolic, backend)
     if not rows:
         kind = "training" if training else "forward"
         causal = "causal " if problem.is_causal else ""
         what = f"{causal}{case} {_dtypes(problem)[0]} {kind}"
         if not symbolic and problem.seqlen_q <= DECODE_SEQLEN:
             what += f" of at most {DECODE_SEQLEN} queries"
-        return _unmeasured(problem, case, f"no measurement of {what} at head_dim {problem.head_dim} on {policy.gpu}")
+        why = f"no measurement of {what} at head_dim {problem.head_dim} on {policy.gpu}"
+        return _unmeasured(problem, case, why, backend)
     neighbours = _neighbours(rows, None if symbolic else _work(problem))
     worst = min(neighbours, key=lambda row: row.ratio(training))
     ratio = worst.ratio(training)
     mode = "training" if training else "forward"
     if ratio >= REFUSED:
-        return Verdict(True, f"stock refuses: {case}", f"stock refused the nearest measured call ({worst}, {case})")
+        message = f"stock refused the nearest measured call ({worst}, {case})"
+        return Verdict(True, f"stock refuses: {case}", message, ratio)
     message = f"{ratio:.2f} times stock's speed measured at {worst} ({case}, {mode})"
     if ratio >= MARGIN:
-        return Verdict(True, f"measured faster: {case}", message)
-    return Verdict(False, "measured slower", f"{message}; {MARGIN} is asked")
+        return Verdict(True, f"measured faster: {case}", message, ratio)
+    return Verdict(False, "measured slower", f"{message}; {MARGIN} is asked", ratio)
 
 
-def _comparable(problem: Problem, case: str, policy: Policy, training: bool, symbolic: bool) -> list[Row]:
+def _comparable(problem: Problem, case: str, policy: Policy, training: bool, symbolic: bool, backend: str) -> list[Row]:
     """Rows of the same kind, all of one pair of head dimensions: the nearest at or above the call's."""
     decode = not symbolic and problem.seqlen_q <= DECODE_SEQLEN
     rows: list[Row] = []
@@ -180,7 +208,8 @@ def _comparable(problem: Problem, case: str, policy: Policy, training: bool, sym
         rows = [
             row
             for row in policy.rows
-            if (row.case, row.causal, row.dtype, row.decode) == (case, problem.is_causal, dtype, decode)
+            if (row.backend, row.case, row.causal, row.dtype, row.decode)
+            == (backend, case, problem.is_causal, dtype, decode)
             and not math.isnan(row.ratio(training))
         ]
         if rows:
@@ -230,8 +259,13 @@ def _dtypes(problem: Problem) -> tuple[str, ...]:
     return (str(problem.query_dtype).removeprefix("torch."),)
 
 
-def _unmeasured(problem: Problem, case: str, why: str) -> Verdict:
-    """Without a measurement: what stock has no good kernel for is taken, what it does well is left to it."""
+def _unmeasured(problem: Problem, case: str, why: str, backend: str) -> Verdict:
+    """Without a measurement: what stock has no good kernel for is taken, what it does well is left to it.
+
+    The special kernels have nothing that stock does badly and the portable ones do not do as well.
+    """
+    if backend == SPECIAL:
+        return Verdict(False, "unmeasured", f"{why}")
     unusual = _unusual_head_dim(problem)
     if case in ("bool_mask", "float_mask", "mask_grad"):
         return Verdict(True, f"unmeasured, likely faster: {case}", f"{why}; stock is slow at masks, so it is taken")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _torch, stock
+from . import _torch, nvrtc, stock
 
 __all__ = ["MaskInfo", "Problem", "describe_shape", "is_aligned", "known_architecture"]
 
@@ -53,8 +53,8 @@ ARCHITECTURES = (
     ("RTX A6000", "sm_86"),
     ("RTX 3090", "sm_86"),
     ("A40", "sm_86"),
+    ("A100", "sm_80"),  # before A10, which is a part of it
     ("A10", "sm_86"),
-    ("A100", "sm_80"),
     ("A30", "sm_80"),
     ("T4", "sm_75"),
     ("V100", "sm_70"),
@@ -63,6 +63,7 @@ ARCHITECTURES = (
     ("MI300X", "gfx942"),
     ("MI250X", "gfx90a"),
 )
+HOPPER = "sm_90"
 # What a call meets where nobody has asked for anything else.
 ALL_SDP_BACKENDS = frozenset({"flash", "efficient", "math", "cudnn"})
 
@@ -122,6 +123,9 @@ class Problem:
     "cudnn". One that the caller has put behind "math" is left out: math takes every call, so it would never run."""
     stock_backend: str | None
     """What PyTorch would run: "flash", "efficient", "cudnn", "math", "error", or None where nobody can say."""
+    no_compiler: str = ""
+    """Why CUDA C++ cannot be compiled on this machine; empty where it can, or where the kernels in it are not for this
+    GPU, or the question is about another machine."""
 
     @classmethod
     def from_tensors(
@@ -182,6 +186,7 @@ class Problem:
             tensor_types=tensor_types,
             sdp_backends=_enabled_backends(),
             stock_backend=None,
+            no_compiler=(nvrtc.unavailable() or "") if architecture == HOPPER else "",
         )
         return dataclasses.replace(problem, stock_backend=stock.backend(problem, query, key, value, attn_mask))
 

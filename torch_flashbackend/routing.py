@@ -20,14 +20,19 @@ import torch
 from . import policy
 from ._torch import guarded
 from .policy import Verdict
-from .problem import MaskInfo, Problem, describe_shape
+from .problem import HOPPER, MaskInfo, Problem, describe_shape
 
-__all__ = ["AUTO", "BACKENDS", "Backend", "Constraint", "Decision", "Rule", "STOCK_FAILS", "decide", "first_failure"]
+__all__ = [
+    "AUTO", "BACKENDS", "Backend", "Constraint", "Decision", "KERNELS", "Rule", "STOCK_FAILS", "decide",
+    "first_failure",
+]  # fmt: skip
 
 MAX_HEAD_DIM = 512
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # Where nobody has chosen: our kernels where they are worth it, else stock. Our math path is for those who ask for it.
-AUTO = ("triton", "stock")
+AUTO = ("cuda", "triton", "stock")
+# Backends that are kernels of ours.
+KERNELS = ("cuda", "triton")
 # The memory order that each of stock's backends gives its output; "query" follows the query, as empty_like does.
 LAYOUTS = {"flash": "query", "cudnn": "query", "efficient": "bshd", "math": "bhsd"}
 # Kernels inside stock that only see tensors of rank 4; it runs everything else in its math path.
@@ -61,7 +66,7 @@ class Rule(NamedTuple):
 class Decision:
     """What is to happen with all calls that look like one Problem.
 
-    backend: "triton", "math" or "stock". reason: why, short and the same for all calls of a kind, to count by.
+    backend: "cuda", "triton", "math" or "stock". reason: why, short and the same for all calls of a kind, to count by.
     layout: memory order of the output that stock would have given: "query", "bshd" or "bhsd".
     rejected: (backend, constraint, message) for each backend that was asked before and did not take the call.
     calls: how many calls followed it, counted by the hook that keeps it.
@@ -78,7 +83,7 @@ def decide(problem: Problem, allowed: Iterable[str] | None = None) -> Decision:
     """Choose the backend for a call.
 
     allowed: backends to try, in order, as `sdpa_backend` gives them: then speed is not asked. None chooses by itself
-    between "triton" and "stock", and takes a call only where that is measured to be faster or stock fails.
+    among "cuda", "triton" and "stock", and takes a call only where that is measured to be faster or stock fails.
     Raises RuntimeError, with the failed condition of each backend, if none of them takes the call, and ValueError for
     a backend that does not exist.
     """
@@ -105,30 +110,31 @@ def first_failure(problem: Problem, backend: str, automatic: bool) -> Constraint
     if backend not in BACKENDS:
         raise ValueError(f"there is no backend {backend!r}; choose among {', '.join(BACKENDS)}")
     for constraint in BACKENDS[backend].constraints:
-        if constraint is WORTH and not automatic:
+        if constraint.name == POLICY and not automatic:
             continue
         if not constraint.holds(problem):
             return constraint
     return None
 
 
-def worth(problem: Problem) -> Verdict:
+def worth(problem: Problem, backend: str) -> Verdict:
     """Is a call that a kernel could take worth taking? Yes if stock fails at it or if it is measured to be faster."""
     for rule in STOCK_FAILS:
         if rule.applies(problem):
             return Verdict(True, rule.reason, rule.message(problem))
     if _empty(problem):
         return Verdict(False, "nothing to compute", f"query {describe_shape(problem.query_shape)} is empty")
-    return policy.judge(problem)
+    return policy.judge(problem, backend)
 
 
 def _reason(problem: Problem, name: str, rejected: list[tuple[str, str, str]], automatic: bool) -> str:
     if not automatic:
         return "asked for"
     if name != "stock":
-        return worth(problem).reason
-    constraint = rejected[0][1]
-    return worth(problem).reason if constraint == WORTH.name else constraint
+        return worth(problem, name).reason
+    # The last one asked has the fewest conditions, so its reason says most about the call.
+    backend, constraint, _ = rejected[-1]
+    return worth(problem, backend).reason if constraint == POLICY else constraint
 
 
 def _layout(problem: Problem) -> str:
@@ -286,7 +292,7 @@ VALID = (
 )
 
 
-# The Triton kernels.
+# What the kernels' constraints ask.
 
 
 def _architecture_ok(problem: Problem) -> bool:
@@ -308,9 +314,150 @@ def _sdpa_kernel_message(problem: Problem) -> str:
     )
 
 
-# The kernels' own constraint on speed, and the last one. sdpa_backend("triton") does without it.
-WORTH = Constraint("policy", lambda p: worth(p).take, lambda p: worth(p).message)
+POLICY = "policy"
 
+
+def _worth(backend: str) -> Constraint:
+    """A kernel's constraint on speed, its last one. sdpa_backend(...) does without it."""
+    return Constraint(POLICY, lambda p: worth(p, backend).take, lambda p: worth(p, backend).message)
+
+
+# Our autograd function would drop tangents silently there. Below autograd (the kernel hook) none are left.
+TRANSFORM = Constraint(
+    "transform",
+    lambda p: p.entry not in ("sdpa", "direct") or not p.transforms,
+    lambda p: "a torch.func transform or forward-mode AD is active, which works on stock's operations",
+)
+ALLOWED = Constraint("sdpa_kernel", lambda p: "flash" in p.sdp_backends, _sdpa_kernel_message)
+
+# The Hopper kernels.
+
+
+def _hopper_head_dims_ok(problem: Problem) -> bool:
+    head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
+    if guarded(head_dim == 192) and guarded(head_dim_v == 128):
+        return True
+    return guarded(head_dim == head_dim_v) and guarded(head_dim >= 8) and guarded(head_dim <= 256)
+
+
+def _hopper_heads_ok(problem: Problem) -> bool:
+    """One batch size, and heads of key and value that agree: anything else is expanded, which no tensor map describes.
+
+    Keys and values with one head are the exception, however many heads the query has.
+    """
+    query, key, value = (shape[:-2] for shape in (problem.query_shape, problem.key_shape, problem.value_shape))
+    batches = all(guarded(q == k) and guarded(q == v) for q, k, v in zip(query[:-1], key[:-1], value[:-1]))
+    if not query:
+        return True
+    same = guarded(key[-1] == value[-1])
+    return batches and same and (problem.enable_gqa or guarded(key[-1] == query[-1]) or guarded(key[-1] == 1))
+
+
+def _expanded(problem: Problem) -> tuple[str, int] | None:
+    """(name, dimension) of a tensor with a stride of zero that a tensor map cannot describe."""
+    tensors = {
+        "query": (problem.query_shape, problem.query_stride),
+        "key": (problem.key_shape, problem.key_stride),
+        "value": (problem.value_shape, problem.value_stride),
+    }
+    heads = problem.rank - 3
+    # Heads that key and value both expand are one head to the kernel.
+    one_head = heads >= 0 and _is_zero(problem.key_stride[heads]) and _is_zero(problem.value_stride[heads])
+    for name, (shape, stride) in tensors.items():
+        for dim, (size, step) in enumerate(zip(shape[:-1], stride)):
+            as_one_head = one_head and dim == heads and name != "query"
+            if _is_zero(step) and not as_one_head and not (isinstance(size, int) and size == 1):
+                return name, dim
+    return None
+
+
+def _is_zero(stride: Any) -> bool:
+    """Symbolic strides count as positive, without a look: a look would be a guard."""
+    return isinstance(stride, int) and stride == 0
+
+
+def _expanded_message(problem: Problem) -> str:
+    found = _expanded(problem)
+    name, dim = found or ("query", 0)
+    return f"dimension {dim} of {name} is expanded (its stride is 0), which the cuda backend's copies cannot walk"
+
+
+CUDA = Backend(
+    "cuda",
+    (
+        Constraint(
+            "device",
+            lambda p: p.device_type == "cuda",
+            lambda p: f"the tensors are on {p.device_type}; the cuda backend runs on NVIDIA GPUs",
+        ),
+        Constraint(
+            "architecture",
+            lambda p: p.architecture == HOPPER,
+            lambda p: (
+                f"{p.gpu_name or 'the GPU'} is {p.architecture}; "
+                "the cuda backend needs compute capability 9.0 (sm_90: H100, H200, H20, GH200)"
+            ),
+        ),
+        Constraint(
+            "compiler",
+            lambda p: not p.no_compiler,
+            lambda p: f"the cuda backend's kernels cannot be compiled here: {p.no_compiler}",
+        ),
+        *VALID,
+        TRANSFORM,
+        Constraint(
+            "dtype",
+            lambda p: p.query_dtype in HALF_TYPES,
+            lambda p: f"{_name(p.query_dtype)} is not supported by the cuda backend (float16, bfloat16)",
+        ),
+        Constraint("attn_mask", lambda p: p.mask is None, lambda p: "attn_mask is not supported by the cuda backend"),
+        Constraint(
+            "dropout",
+            lambda p: p.dropout_p == 0.0,
+            lambda p: f"dropout_p {p.dropout_p:g} is not supported by the cuda backend (0)",
+        ),
+        Constraint(
+            "positive scale",
+            lambda p: not isinstance(p.scale, (int, float)) or p.scale > 0.0,
+            lambda p: f"scale {p.scale} is not supported by the cuda backend (a positive number)",
+        ),
+        Constraint(
+            "head_dim",
+            _hopper_head_dims_ok,
+            lambda p: (
+                f"head_dim {p.head_dim} with value head_dim {p.head_dim_v} is not supported by the cuda backend "
+                "(equal, 8 to 256; or 192 with 128)"
+            ),
+        ),
+        Constraint(
+            "head_dim multiple",
+            lambda p: guarded(p.head_dim % 8 == 0),
+            lambda p: f"head_dim {p.head_dim} is no multiple of 8, as the cuda backend needs",
+        ),
+        Constraint(
+            "alignment",
+            lambda p: p.aligned,
+            lambda p: (
+                "the cuda backend needs pointers and strides of query, key and value that are multiples of 16 bytes, "
+                "and a dense last dimension"
+            ),
+        ),
+        Constraint(
+            "batch and heads",
+            _hopper_heads_ok,
+            lambda p: (
+                f"batch and heads of query {describe_shape(p.query_shape[:-2])}, key "
+                f"{describe_shape(p.key_shape[:-2])} and value {describe_shape(p.value_shape[:-2])} broadcast, which "
+                "the cuda backend does not do"
+            ),
+        ),
+        Constraint("expanded", lambda p: _expanded(p) is None, _expanded_message),
+        ALLOWED,
+        _worth("cuda"),
+    ),
+)
+
+# The Triton kernels.
 TRITON = Backend(
     "triton",
     (
@@ -328,12 +475,7 @@ TRITON = Backend(
             ),
         ),
         *VALID,
-        # Our autograd function would drop tangents silently there. Below autograd (the kernel hook) none are left.
-        Constraint(
-            "transform",
-            lambda p: p.entry not in ("sdpa", "direct") or not p.transforms,
-            lambda p: "a torch.func transform or forward-mode AD is active, which works on stock's operations",
-        ),
+        TRANSFORM,
         Constraint(
             "dtype",
             lambda p: p.query_dtype in (*HALF_TYPES, torch.float32),
@@ -357,8 +499,8 @@ TRITON = Backend(
                 else "value head_dim 0 is not supported by the triton backend (smallest: 1)"
             ),
         ),
-        Constraint("sdpa_kernel", lambda p: "flash" in p.sdp_backends, _sdpa_kernel_message),
-        WORTH,
+        ALLOWED,
+        _worth("triton"),
     ),
 )
 
@@ -380,7 +522,7 @@ MATH = Backend(
 
 STOCK = Backend("stock", ())
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TRITON, MATH, STOCK)}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CUDA, TRITON, MATH, STOCK)}
 
 
 # Calls that stock's own choice gets wrong or refuses (torch 2.11 to 2.14).

@@ -26,7 +26,7 @@ __all__ = ["sdpa_backend"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-KNOWN = ("triton", "math", "stock")
+KNOWN = ("cuda", "triton", "math", "stock")
 _F_SDPA = torch.nn.functional.scaled_dot_product_attention
 _ATEN_SDPA = torch.ops.aten.scaled_dot_product_attention
 _ATEN_SDPA_DEFAULT = torch.ops.aten.scaled_dot_product_attention.default
@@ -36,7 +36,8 @@ _SDPA = torch.ops.flashbackend.sdpa.default
 class sdpa_backend(TorchFunctionMode):
     """Run F.scaled_dot_product_attention on the first of these backends that takes the call. No measurement is asked.
 
-    backends: in order of preference. "triton": our kernels, on NVIDIA (compute capability 8.0 or later) and AMD GPUs.
+    backends: in order of preference. "cuda": our kernels for Hopper GPUs (compute capability 9.0). "triton": our
+        portable kernels, on NVIDIA (compute capability 8.0 or later) and AMD GPUs.
         "math": plain PyTorch operations with the same semantics, on any device. "stock": what PyTorch would run.
 
         with sdpa_backend("triton", "stock"):
@@ -47,7 +48,7 @@ class sdpa_backend(TorchFunctionMode):
 
     It holds for this thread and nests, the innermost block winning; it ends with the block, also by an exception; it
     works whether or not the plugin is enabled, and around and inside functions compiled by torch.compile, fullgraph
-    included. torch.nn.attention.sdpa_kernel is honoured: "triton" counts as FLASH_ATTENTION.
+    included. torch.nn.attention.sdpa_kernel is honoured: "cuda" and "triton" count as FLASH_ATTENTION.
     It covers backward passes, which run what the forward has chosen. Non-reentrant activation checkpointing recomputes
     outside the block: pass `context_fn=lambda: (sdpa_backend(...), sdpa_backend(...))` to torch.utils.checkpoint.
     It does not cover calls that skip F.scaled_dot_product_attention, such as torch.ops.aten._flash_attention_forward;

@@ -99,7 +99,7 @@ def reset_stats() -> None:
         _folded.clear()
         for decision in _live.values():
             decision.calls = 0
-    if _loaded("kernels.triton.launch") is not None:
+    if _loaded("ops") is not None:
         _loaded("ops").reset_launch_counts()
     verify = _loaded("verify")
     if verify is not None:
@@ -115,7 +115,7 @@ def _stats() -> Stats:
     for (traced, backend, reason), number in counts.items():
         if number:
             result["traced" if traced else "calls"].setdefault(backend, {})[reason] = number
-    if _loaded("kernels.triton.launch") is not None:
+    if _loaded("ops") is not None:
         result["launches"] = {name: n for name, n in _loaded("ops").launch_counts().items() if n}
     verify = _loaded("verify")
     if verify is not None:

@@ -1,7 +1,8 @@
 """From tensors to launches: the forward and the backward of attention on Triton kernels.
 
-May import torch and this folder. Imported by ``torch_flashbackend.ops``. Everything here is rank 4, [B, H, S, D], with
-all sizes positive; masks are [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1], never expanded in memory.
+May import torch, this folder and the plugin's ``_torch.py``. Imported by ``torch_flashbackend.ops``. Everything here is
+rank 4, [B, H, S, D], with all sizes positive; masks are [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1], never expanded
+in memory.
 
 What a call needs beside its pointers is worked out once and kept in a plan, keyed by everything that it depends on.
 """
@@ -13,6 +14,7 @@ import math
 
 import torch
 
+from ... import _torch
 from . import backward as backward_kernels
 from . import forward as forward_kernels
 from .common import MASK_BOOL as _BOOL
@@ -25,18 +27,59 @@ from .tiles import choose, family
 MASK_NONE, MASK_BOOL, MASK_FLOAT = _NONE.value, _BOOL.value, _FLOAT.value
 _LOG2E = math.log2(math.e)
 _MAX_PLANS = 4096
+_MAX_RECENT = 16
 # For measurements (benchmarks/tune_masks.py): mask tiles by tensor maps or by pointers everywhere; one loop over full
 # and mixed tiles in backward_key_value, or two.
 MAP_MASKS = True
 ONE_LOOP = False
-_plans: dict[tuple, object] = {}
 
 
-def _remember(key: tuple, plan):
-    if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
-    _plans[key] = plan
-    return plan
+class _Plans(dict):
+    """Plans by all that they depend on; before them those used last, for calls whose tensors are aligned to 16 bytes.
+
+    One look at all tensors of a backward from C++ costs 0.5 us, their signatures cost 8.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._recent: tuple[tuple, ...] = ()
+        self._times: dict[tuple, int] = {}
+
+    def find(self, rest: tuple, tensors: tuple | list):
+        """The plan of a recent call like this one, or None. rest: what a plan depends on beside the tensors."""
+        for known, is_like, plan in self._recent:
+            if known == rest and is_like(*tensors):
+                for tensor in tensors:
+                    if tensor.data_ptr() & 15:
+                        return None
+                return plan
+        return None
+
+    def look_up(self, rest: tuple, tensors: tuple | list, make):
+        """The plan of any call, made where there is none; it becomes a recent one.
+
+        That costs 20 us, so of a plan made before only every eighth time: more calls may take turns than are recent.
+        """
+        key = (*map(_signature, tensors), *rest, tensors[0].device)
+        plan = self.get(key)
+        if plan is None:
+            if len(self) >= _MAX_PLANS:
+                self.clear()
+            plan = self[key] = make()
+        self._times[key] = times = self._times.get(key, -1) + 1
+        if times % 8 == 0 and not any(tensor.data_ptr() & 15 for tensor in tensors):
+            is_like = _torch.tensor_guard(tensors)
+            if is_like is not None:
+                self._recent = ((rest, is_like, plan), *self._recent[: _MAX_RECENT - 1])
+        return plan
+
+    def clear(self) -> None:
+        super().clear()
+        self._recent = ()
+        self._times.clear()
+
+
+_plans = _Plans()
 
 
 def _signature(tensor: torch.Tensor) -> tuple:
@@ -148,8 +191,11 @@ class _Call:
         """How the products of float32 tensors are computed; half types have one way only."""
         if self.family == "gfx942":
             return "ieee"  # Triton knows TF32 on one of AMD's GPUs only, and no three-product form
-        # Three TF32 products give float32's accuracy; one only where the user allowed it.
-        return "tf32" if self.dtype.itemsize == 2 or allow_tf32 else "tf32x3"
+        if self.dtype.itemsize == 2 or allow_tf32:
+            return "tf32"
+        # Three TF32 products give float32's accuracy, but tensor cores cut off what they add up instead of rounding it,
+        # and that error grows with the length of the sum: above 256 it would show.
+        return "ieee" if self.head_dim_padded > 256 else "tf32x3"
 
     def strides(self, names: str, tensor: torch.Tensor, prefix: str = "stride_") -> dict:
         """{stride_xb: ..., ...} of a rank-4 tensor; batch and head strides are always 64 bits wide."""
@@ -250,10 +296,6 @@ class _ForwardPlan:
         """In the order in which they run."""
         return [*(self.mask_tiles.launches if self.mask_tiles is not None else []), self.attention]
 
-    def __call__(self, query, key, value, mask, seed, out, logsumexp) -> None:
-        lists = None if self.mask_tiles is None else self.mask_tiles.make(mask)
-        self.attention(query, key, value, mask, lists, seed, out, logsumexp, _low_part(logsumexp))
-
 
 def forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32) -> None:
     """Fill out [B, H, seqlen_q, Dv] (any strides) and, unless it is None, logsumexp.
@@ -263,16 +305,14 @@ def forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, 
     logsumexp float32, contiguous, [B, H, seqlen_q], or [2, B, H, seqlen_q] with a float mask (value and what rounding
     cut off it). Raises KernelUnavailable before anything is launched.
     """
-    plan_key = (
-        _signature(query), _signature(key), _signature(value), _signature(out),
-        None if mask is None else _signature(mask), dropout_p, is_causal, scale, logsumexp is None, allow_tf32,
-        query.device,
-    )
-    plan = _plans.get(plan_key)
+    tensors = (query, key, value, out) if mask is None else (query, key, value, out, mask)
+    rest = (mask is None, dropout_p, is_causal, scale, logsumexp is None, allow_tf32)
+    plan = _plans.find(rest, tensors)
     if plan is None:
-        plan = _remember(plan_key, _ForwardPlan(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out,
-                                                logsumexp, allow_tf32))
-    plan(query, key, value, mask, dropout_seed, out, logsumexp)
+        plan = _plans.look_up(rest, tensors, lambda: _ForwardPlan(
+            query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32))
+    lists = None if plan.mask_tiles is None else plan.mask_tiles.make(mask)
+    plan.attention(query, key, value, mask, lists, dropout_seed, out, logsumexp, _low_part(logsumexp))
 
 
 def _low_part(logsumexp: torch.Tensor | None) -> torch.Tensor | None:
@@ -298,11 +338,12 @@ class _BackwardPlan:
         kernels = ("backward_query", "backward_key_value", "backward_mask")
         longest = max(call.tile(kernel).block_m for kernel in kernels)
         self.padded_q = math.ceil(call.seqlen_q / longest) * longest
-        self.planes = 2 if low is None else 3
         plane = call.batch * call.heads * self.padded_q
+        planes = 2 if low is None else 3
+        self.statistics = planes * plane
         # Its type is all that matters of a buffer here; each call brings its own.
         statistics = {"statistics": torch.empty(0, dtype=torch.float32, device=query.device)}
-        rows_of_statistics = torch.empty((1, self.planes, call.batch * call.heads, self.padded_q), device="meta")
+        rows_of_statistics = torch.empty((1, planes, call.batch * call.heads, self.padded_q), device="meta")
         strides = (call.strides("qb qh qm qd", query) | call.strides("kb kh kn kd", key)
                    | call.strides("vb vh vn vd", value) | call.strides("gb gh gm gd", grad_out))
         scalars = call.sizes | call.dropout
@@ -334,6 +375,9 @@ class _BackwardPlan:
             one_mask = call.mask_strides[1] == 0 or call.heads == call.kv_heads
             bounds |= {"ONE_LOOP": ONE_LOOP}
             bounds |= {"MASK_AT_END": call.mask_kind == MASK_BOOL and call.mask_strides[2] == 0 and one_mask}
+            # By the number of all rows, with a mask too: how many of them a list names is known on the GPU alone.
+            rows = call.seqlen_q * (call.heads // call.kv_heads)
+            bounds |= {"LONG_SUM": rows > 4 * backward_kernels.SUM_ROWS.value}
             self.key_value = call.launch(
                 backward_kernels.attention_backward_key_value,
                 math.ceil(call.seqlen_k / tile.block_n) * call.batch * call.kv_heads, tile, pointers, key_strides,
@@ -381,8 +425,8 @@ class _BackwardPlan:
         return [*(self.mask_tiles.launches if self.mask_tiles is not None else []), *attention]
 
     def allocate(self, query) -> torch.Tensor:
-        """Room for the row statistics: float32 [planes, B, H, padded_q]."""
-        return torch.empty((self.planes, *query.shape[:2], self.padded_q), dtype=torch.float32, device=query.device)
+        """Room for the row statistics: float32, planes times [B, H, padded_q]."""
+        return _torch.empty_float32(query, (self.statistics,), (1,))
 
 
 def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
@@ -393,18 +437,20 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dr
     forward's or PyTorch's (whose efficient kernel pads its rows, and whose masked rows are +inf instead of -inf). The
     mask's gradient has the mask's shape and dtype and is contiguous.
     """
-    pitch = logsumexp.size(-1)
-    plan_key = (
-        _signature(query), _signature(key), _signature(value), _signature(out), _signature(grad_out),
-        None if mask is None else _signature(mask), None if grad_query is None else _signature(grad_query),
-        None if grad_key is None else (_signature(grad_key), _signature(grad_value)),
-        logsumexp.shape, dropout_p, is_causal, scale, needs_mask, allow_tf32, query.device, True,
-    )
-    plan = _plans.get(plan_key)
+    tensors = [query, key, value, out, grad_out]
+    if mask is not None:
+        tensors.append(mask)
+    if grad_query is not None:
+        tensors.append(grad_query)
+    if grad_key is not None:
+        tensors += (grad_key, grad_value)
+    rest = (mask is None, grad_query is None, grad_key is None, logsumexp.shape, dropout_p, is_causal, scale,
+            needs_mask, allow_tf32)
+    plan = _plans.find(rest, tensors)
     if plan is None:
-        plan = _remember(plan_key, _BackwardPlan(
+        plan = _plans.look_up(rest, tensors, lambda: _BackwardPlan(
             query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, grad_out, grad_query,
-            grad_key, grad_value, needs_mask, pitch, allow_tf32))
+            grad_key, grad_value, needs_mask, logsumexp.size(-1), allow_tf32))
     statistics = plan.allocate(query)
     lists = None if plan.mask_tiles is None else plan.mask_tiles.make(mask)
     plan.query(query, key, value, mask, lists, dropout_seed, out, logsumexp, _low_part(logsumexp), grad_out, statistics,

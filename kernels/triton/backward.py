@@ -24,6 +24,7 @@ from .common import (
     MASK_BOOL,
     MASK_FLOAT,
     MASK_NONE,
+    as_operand,
     dropout_column_key,
     dropout_keep,
     dropout_row_key,
@@ -32,6 +33,9 @@ from .common import (
     store_tile,
     stream_tile,
 )
+
+# A multiple of every BLOCK_M. After as many rows the error of cutting off is a tenth of bfloat16's rounding.
+SUM_ROWS = tl.constexpr(2**16)
 
 
 @triton.jit
@@ -132,7 +136,8 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, fi
             scores, grad_probabilities, high[:, None], low[:, None], delta[:, None], query_index[:, None],
             key_index[None, :], row_key, column_key, mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale,
             PARTIAL, PARTIAL and CAUSAL, MASK, NATURAL, True, DROPOUT)
-        grad_query_tile = tl.dot(grad_scores.to(key_tile.dtype), key_tile, grad_query_tile, input_precision=PRECISION)
+        grad_query_tile = tl.dot(as_operand(grad_scores, key_tile.dtype, PRECISION), key_tile, grad_query_tile,
+                                 input_precision=PRECISION)
     return grad_query_tile
 
 
@@ -215,6 +220,8 @@ def attention_backward_query(
             row_key = 0
         query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM,
                                UNIT_STRIDE, True)
+        query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
+        grad_out_tile = as_operand(grad_out_tile, grad_out.dtype.element_ty, PRECISION)
         grad_query_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         NATURAL: tl.constexpr = MASK == MASK_FLOAT
         if LISTED:
@@ -268,8 +275,10 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
     STEP as in the forward's; 2 reads a list upwards and skips `jump` entries after the first `jump_at`.
     """
     rows = tl.arange(0, BLOCK_M)
-    if STEP != 0:
-        upcoming = tl.load(entries if STEP != 2 or jump_at > 0 else entries + jump)
+    if STEP == 2:
+        upcoming = tl.load(entries + (first + tl.where(first < jump_at, 0, jump)))
+    elif STEP != 0:
+        upcoming = tl.load(entries + first * STEP)
     for counter in tl.range(first, last, 1 if STEP != 0 else BLOCK_M):
         if STEP == 2:
             start = upcoming.to(tl.int32) * BLOCK_M
@@ -300,10 +309,23 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
             scores, grad_probabilities, high, low, delta, query_index[None, :], key_index[:, None], row_key, column_key,
             mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale, False, DIAGONAL, MASK, NATURAL, True,
             DROPOUT)
-        grad_value_tile = tl.dot(kept.to(grad_out_tile.dtype), grad_out_tile, grad_value_tile,
+        grad_value_tile = tl.dot(as_operand(kept, grad_out_tile.dtype, PRECISION), grad_out_tile, grad_value_tile,
                                  input_precision=PRECISION)
-        grad_key_tile = tl.dot(grad_scores.to(query_tile.dtype), query_tile, grad_key_tile, input_precision=PRECISION)
+        grad_key_tile = tl.dot(as_operand(grad_scores, query_tile.dtype, PRECISION), query_tile, grad_key_tile,
+                               input_precision=PRECISION)
     return grad_key_tile, grad_value_tile
+
+
+@triton.jit
+def _part_of_list(part, skipped, length, BLOCK_M: tl.constexpr):
+    """(first, last): which entries of a list are in a part of SUM_ROWS rows, where `skipped` blocks come before them.
+
+    For a part without any both are 0 or both `length`, so that what is read ahead lies in the list.
+    """
+    BLOCKS: tl.constexpr = SUM_ROWS // BLOCK_M
+    first = part * BLOCKS - skipped
+    last = first + BLOCKS
+    return tl.minimum(tl.maximum(first, 0), length), tl.minimum(tl.maximum(last, 0), length)
 
 
 @triton.jit
@@ -322,13 +344,18 @@ def attention_backward_key_value(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
     MASK_TMA: tl.constexpr, MASK_AT_END: tl.constexpr, LISTED: tl.constexpr, ONE_LOOP: tl.constexpr,
-    HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, LONG_SUM: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics.
 
     LISTED: the query blocks to visit are lists in mask_tiles. MASK_AT_END: a bool mask with one row for all queries of
     these heads needs no comparisons in the loop, its keys' gradients are set to zero at the end. ONE_LOOP: the mask is
     applied in full blocks too, for the sake of registers.
+
+    LONG_SUM: no more than SUM_ROWS rows are added up in the tensor cores at a time. They cut off instead of rounding,
+    which after eight million rows would be 1% of the result. Lists are cut likewise, after as many blocks, since a list
+    may name every block; parts past its end are empty and cost two loads.
     """
     num_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     program = tl.program_id(0)
@@ -352,6 +379,8 @@ def attention_backward_key_value(
     key_tile = load_tile(key, first_key, keys, stride_kn, stride_kd, seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
     value_tile = load_tile(value, first_key, keys, stride_vn, stride_vd, seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE,
                            True)
+    key_tile = as_operand(key_tile, key.dtype.element_ty, PRECISION)
+    value_tile = as_operand(value_tile, value.dtype.element_ty, PRECISION)
     grad_key_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_value_tile = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     # Causal: one loop that compares everywhere beats a loop for the diagonal and one for the rest (11% at head_dim
@@ -365,7 +394,13 @@ def attention_backward_key_value(
         seen = load_mask(keys_mask, 0, 0, 0, 0, 0, key_index, stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M,
                          BLOCK_N, MASK, True, MASK_UNIT_STRIDE, True, False, False)
         last = tl.where(tl.max(seen.to(tl.int32), 0) > 0, seqlen_q, 0)
-    for member in range(group_size):
+    num_parts = tl.cdiv(seqlen_q - first, SUM_ROWS) if LONG_SUM else 1
+    for item in range(group_size * num_parts):
+        member = item // num_parts
+        grad_key_part, grad_value_part = grad_key_tile, grad_value_tile
+        if LONG_SUM:
+            grad_key_part = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+            grad_value_part = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         head_index = kv_index * group_size + member
         head = kv_head * group_size + member
         head_query = query if TMA else query + (batch * stride_qb + head * stride_qh)
@@ -379,37 +414,52 @@ def attention_backward_key_value(
         column_key = dropout_column_key(seed, key_index, head_index)[:, None] if DROPOUT else 0
         begin = first
         end = last
+        if LONG_SUM:
+            begin = first + item % num_parts * SUM_ROWS
+            end = tl.minimum(begin + SUM_ROWS, last)
         full_end = 0
         jump = 0
         entries = mask_tiles
         if LISTED:
             lists = mask_tiles + lists_offset + batch * stride_lb + head * stride_lh + tile * stride_lt
             full_end = tl.load(lists).to(tl.int32)
-            end = tl.load(lists + 1).to(tl.int32)
+            mixed_end = tl.load(lists + 1).to(tl.int32)
             if MASK_PER_KEY:
-                end = tl.where(full_end + end > 0, seqlen_q, 0)
+                end = tl.where(full_end + mixed_end > 0, end, 0)
             elif ONE_LOOP:
                 begin = 0
+                end = full_end + mixed_end
                 entries = lists + 2
-                end += full_end
                 jump = tl.cdiv(seqlen_q, BLOCK_M) - end  # the mixed ones stand at the list's end
+                if LONG_SUM:
+                    begin, end = _part_of_list(item % num_parts, 0, end, BLOCK_M)
             else:
                 begin = 0
+                end = mixed_end
                 entries = lists + (1 + tl.cdiv(seqlen_q, BLOCK_M))
-                grad_key_tile, grad_value_tile = _visit_queries(
-                    grad_key_tile, grad_value_tile, key_tile, value_tile, 0, full_end, lists + 2, 0, 0, first_key,
-                    key_index, column_key, head_query, head_mask, mask_batch, mask_head, batch, head, seed,
+                full_begin = 0
+                if LONG_SUM:
+                    # Counted on from the full ones, so that both together make one part.
+                    begin, end = _part_of_list(item % num_parts, full_end, mixed_end, BLOCK_M)
+                    full_begin, full_end = _part_of_list(item % num_parts, 0, full_end, BLOCK_M)
+                grad_key_part, grad_value_part = _visit_queries(
+                    grad_key_part, grad_value_part, key_tile, value_tile, full_begin, full_end, lists + 2, 0, 0,
+                    first_key, key_index, column_key, head_query, head_mask, mask_batch, mask_head, batch, head, seed,
                     head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd,
                     stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM,
                     HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, False, MASK_NONE,
                     NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
-        grad_key_tile, grad_value_tile = _visit_queries(
-            grad_key_tile, grad_value_tile, key_tile, value_tile, begin, end, entries, full_end, jump, first_key,
+        grad_key_part, grad_value_part = _visit_queries(
+            grad_key_part, grad_value_part, key_tile, value_tile, begin, end, entries, full_end, jump, first_key,
             key_index, column_key, head_query, head_mask, mask_batch, mask_head, batch, head, seed, head_statistics,
             plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk,
             seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
             BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK_NONE if MASK_AT_END else MASK, NATURAL,
             MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, LIST_STEP, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+        if LONG_SUM:
+            grad_key_part += grad_key_tile
+            grad_value_part += grad_value_tile
+        grad_key_tile, grad_value_tile = grad_key_part, grad_value_part
     if MASK_AT_END:
         grad_key_tile = tl.where(seen[:, None], grad_key_tile, 0.0)
         grad_value_tile = tl.where(seen[:, None], grad_value_tile, 0.0)
@@ -496,6 +546,7 @@ def attention_backward_mask(
         key_tile = stream_tile(key if TMA else key + (batch * stride_kb + kv_head * stride_kh), batch, kv_head,
                                first_key, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D, HEAD_DIM, UNIT_STRIDE,
                                True, TMA)
+        query_tile = as_operand(query_tile, key_tile.dtype, PRECISION)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
         value_tile = stream_tile(value if TMA else value + (batch * stride_vb + kv_head * stride_vh), batch, kv_head,
                                  first_key, keys, stride_vn, stride_vd, seqlen_k, BLOCK_N, BLOCK_DV, HEAD_DIM_V,
@@ -503,6 +554,7 @@ def attention_backward_mask(
         grad_out_tile = stream_tile(grad_out if TMA else grad_out + (batch * stride_gb + head * stride_gh), batch, head,
                                     first_query, rows, stride_gm, stride_gd, seqlen_q, BLOCK_M, BLOCK_DV, HEAD_DIM_V,
                                     UNIT_STRIDE, True, TMA)
+        grad_out_tile = as_operand(grad_out_tile, value_tile.dtype, PRECISION)
         grad_probabilities = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
         if TMA:
             high, low, delta = _stream_statistics(statistics, head_index, first_query, BLOCK_M, HAS_LOW)

@@ -76,6 +76,23 @@ def store_tile(base, tile, first_row, rows, stride_row, stride_column, num_rows,
 
 
 @triton.jit
+def as_operand(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """The tile in the type of a product's other operand, for tiles that lie in registers.
+
+    Tensor cores drop the bits of a float32 operand that TF32 has no room for. Where one operand of a product is rounded
+    to nearest first (ties away from zero, as PTX's cvt.rna does), half of that bias is gone, and the error stays below
+    twice that of rounding both.
+    """
+    tile = tile.to(dtype)
+    if dtype == tl.float32 and PRECISION == "tf32":
+        bits = tile.to(tl.int32, bitcast=True)
+        # A NaN keeps its bits: all ones and a carry would be -0.
+        bits = tl.where(tile == tile, bits + 0x1000, bits) & -0x2000
+        tile = bits.to(tl.float32, bitcast=True)
+    return tile
+
+
+@triton.jit
 def load_mask(mask, batch, head, first_query, first_key, query_index, key_index, stride_query, stride_key, seqlen_q,
               seqlen_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PER_KEY: tl.constexpr,
               UNIT_STRIDE: tl.constexpr, BOUND_KEYS: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr):

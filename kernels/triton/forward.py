@@ -25,6 +25,7 @@ from .common import (
     MASK_BOOL,
     MASK_FLOAT,
     MASK_NONE,
+    as_operand,
     dropout_column_key,
     dropout_keep,
     dropout_row_key,
@@ -106,7 +107,8 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries,
             probabilities = tl.where(keep, probabilities * dropout_scale, 0.0)
         value_tile = stream_tile(value, batch, kv_head, start, keys, stride_vn, stride_vd, seqlen_k, BLOCK_N, BLOCK_DV,
                                  HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)
-        accumulator = tl.dot(probabilities.to(value_tile.dtype), value_tile, accumulator, input_precision=PRECISION)
+        accumulator = tl.dot(as_operand(probabilities, value_tile.dtype, PRECISION), value_tile, accumulator,
+                             input_precision=PRECISION)
         row_max = new_max
     return accumulator, row_max, row_sum
 
@@ -163,7 +165,8 @@ def attention_forward(
     query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE,
                            True)
     if QUERY_FACTOR != 1:
-        query_tile = (query_tile * QUERY_FACTOR).to(query.dtype.element_ty)
+        query_tile = query_tile * QUERY_FACTOR
+    query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
 
     accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -11,6 +11,7 @@ need the automatic route, which is PyTorch's own on a CPU.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -43,6 +44,9 @@ HERE = Path(__file__).parent
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda_only: has no form on a CPU")
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line(
+        "markers", "memory: takes tens of gigabytes of GPU memory (fixture `gigabytes`); runs first"
+    )
     if os.environ.get("FLASHBACKEND_RESULTS") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Summary(Path(os.environ["FLASHBACKEND_RESULTS"])), "flashbackend-summary")
 
@@ -57,6 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         elif DEVICE != "cuda" and item.get_closest_marker("cuda_only"):
             item.add_marker(pytest.mark.skip(reason="has no form on a CPU"))
+    # First and side by side, so that one worker gets them all, while the others hold little memory and have much to do.
+    items.sort(key=lambda item: item.get_closest_marker("memory") is None)
 
 
 class Summary:
@@ -69,6 +75,7 @@ class Summary:
         self.counts = {"passed": 0, "failed": 0, "skipped": 0}
         self.failed: list[dict[str, str]] = []
         self.skipped: dict[str, int] = {}
+        self.durations: dict[str, float] = {}
         self.judged = 0
         self.worst = {"ratio": 0.0, "test": None, "tensor": None}
         self.worst_to_best = {"ratio": 0.0, "test": None, "tensor": None}
@@ -85,6 +92,7 @@ class Summary:
             reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
             self.skipped[reason] = self.skipped.get(reason, 0) + 1
         if report.when == "call":
+            self.durations[report.nodeid] = round(report.duration, 1)
             for name, value in report.user_properties:
                 if name == "verdict":
                     self._count(report.nodeid, value)
@@ -104,6 +112,7 @@ class Summary:
 
     def write(self, complete: bool) -> None:
         self.facts = self.facts or facts()
+        slowest = sorted(self.durations, key=lambda test: -self.durations[test])
         data = {
             "kind": "gpu_tests",
             "environment": self.facts,
@@ -115,6 +124,7 @@ class Summary:
             "tensors_judged": self.judged,
             "worst_error_over_larger_of_best_and_model": self.worst,
             "worst_error_over_best_alone": self.worst_to_best,
+            "slowest_seconds": {test: self.durations[test] for test in slowest[:20]},
             "failures": self.failed,
         }
         temporary = self.path.with_suffix(".part")
@@ -172,13 +182,45 @@ def plugin():
     torch_flashbackend.disable()
 
 
+@pytest.fixture(autouse=True)
+def _cached_memory():
+    """Workers share one GPU: what a test has left in this one's cache is given back where it is much."""
+    yield
+    if DEVICE == "cuda" and torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def gigabytes(tmp_path_factory):
+    """A function that waits until so much GPU memory is free; one test of all workers' at a time may have it."""
+    with contextlib.ExitStack() as stack:
+
+        def wait(number: float, seconds: float = 120.0) -> None:
+            total = torch.cuda.mem_get_info()[1] / 1e9
+            if total < number:
+                pytest.skip(f"needs {number:.0f} GB of GPU memory, this GPU has {total:.0f}")
+            shared = tmp_path_factory.getbasetemp()
+            shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+            lock = stack.enter_context(open(shared / "gpu-memory.lock", "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            stack.callback(torch.cuda.empty_cache)
+            deadline = time.monotonic() + seconds
+            torch.cuda.empty_cache()
+            while (free := torch.cuda.mem_get_info()[0] / 1e9) < number:
+                if time.monotonic() > deadline:
+                    pytest.skip(f"needs {number:.0f} GB of free GPU memory, {free:.0f} are there")
+                time.sleep(0.5)
+
+        yield wait
+
+
 @pytest.fixture
 def take_everything(monkeypatch):
     """The automatic route takes whatever our kernels can take: speed is not asked, as if every call were faster."""
     from torch_flashbackend import decisions, policy
 
     verdict = policy.Verdict(True, "test", "taken for a test")
-    monkeypatch.setattr(policy, "judge", lambda problem: verdict)
+    monkeypatch.setattr(policy, "judge", lambda problem, backend: verdict)
     decisions.forget()
     yield
     monkeypatch.undo()
@@ -223,14 +265,15 @@ def check_call(plugin, launched, note) -> Callable[..., dict[str, Tensor]]:
     """Runs a call on our kernels and judges output and gradients against float64 and PyTorch's own kernels."""
 
     def run(
-        call: Call, *, grad: bool = True, automatic: bool = False, tf32: bool = False, kernels=tuple(STOCK_KERNELS)
-    ) -> dict[str, Tensor]:
+        call: Call, *, grad: bool = True, automatic: bool = False, tf32: bool = False, kernels=tuple(STOCK_KERNELS),
+        backend: str = BACKEND,
+    ) -> dict[str, Tensor]:  # fmt: skip
         grad_out = gradient_for(call) if grad else None
         plugin.disable()
         stock = stock_results(call, grad_out, kernels)
         expected = expect(call, grad_out, tf32=tf32)
         plugin.enable()
-        choice = contextlib.nullcontext() if automatic else plugin.sdpa_backend(BACKEND)
+        choice = contextlib.nullcontext() if automatic else plugin.sdpa_backend(backend)
         asked = contextlib.nullcontext() if automatic else launched(_computes(call))
         with choice, asked:
             actual = results_of(call, grad_out)

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from torch_flashbackend import _torch
+
 from common import attention_float64, check, expect, gradient_for, results_of, simple_call
 
 KINDS = ("dense", "causal", "bool", "bias_grad", "broadcast_bias_grad", "gqa", "float32", "value_dim", "dropout")
@@ -84,6 +86,19 @@ def poison_free_memory():
     blocks = [torch.full((2**size,), torch.nan, device="cuda") for size in range(8, 24) for _ in range(4)]
     torch.cuda.synchronize()
     del blocks
+
+
+@pytest.mark.cuda_only
+def test_memory_without_the_dispatcher_is_like_torch_empty():
+    like, shape, strides = torch.empty(1, device="cuda"), (2, 3, 4), (12, 4, 1)
+    made = _torch.empty_float32(like, shape, strides)
+    assert (made.shape, made.stride(), made.dtype, made.device) == (shape, strides, torch.float32, like.device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert _torch.empty_float32(like, shape, strides).isnan().all()  # fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert _torch._empty_strided_cuda is not None or torch.version.hip is not None
 
 
 # -------------------------------------------------------------------------------------------------- streams and devices

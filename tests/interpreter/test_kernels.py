@@ -15,6 +15,7 @@ import math
 import os
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
+
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.runtime import interpreter
 
 from torch_flashbackend import ops, reference
 from torch_flashbackend.kernels.triton import attention, launch
@@ -32,6 +37,7 @@ from common import (
     Call,
     attention_float64,
     check,
+    error_of,
     expect,
     gradient_for,
     mask_of_kind,
@@ -74,7 +80,9 @@ class Ran:
     logsumexp: Tensor
 
 
-def run(call: Call, grad_out: Tensor | None = None, *, dropout_p: float = 0.0, seed: Tensor = SEED, new=None) -> Ran:
+def run(
+    call: Call, grad_out: Tensor | None = None, *, dropout_p: float = 0.0, seed: Tensor = SEED, tf32=False, new=None
+) -> Ran:
     """Forward and, with grad_out, backward. `new(shape, like)` makes the tensors that the kernels must fill."""
     query, key, value, mask, scale = call.query, call.key, call.value, rank_4(call.attn_mask), call.softmax_scale
     new = new or (lambda shape, like: torch.full(shape, NAN, dtype=like.dtype))
@@ -83,12 +91,12 @@ def run(call: Call, grad_out: Tensor | None = None, *, dropout_p: float = 0.0, s
     logsumexp = torch.full((2,) * float_mask + query.shape[:3], NAN)
     options = dropout_p, call.is_causal, scale
     seed = seed if dropout_p else None
-    attention.forward(query, key, value, mask, seed, *options, out, logsumexp, False)
+    attention.forward(query, key, value, mask, seed, *options, out, logsumexp, tf32)
     results = {"out": out}
     if grad_out is not None:
         grads = [new(t.shape, t) for t in (query, key, value)]
         grad_mask = attention.backward(
-            grad_out, query, key, value, mask, out, logsumexp, seed, *options, *grads, call.mask_grad, False
+            grad_out, query, key, value, mask, out, logsumexp, seed, *options, *grads, call.mask_grad, tf32
         )
         results |= dict(zip(("query", "key", "value"), grads))
         assert (grad_mask is not None) == call.mask_grad
@@ -102,7 +110,7 @@ def run_and_check(call: Call, **options) -> dict[str, Tensor]:
     """Forward and backward within the tolerance of `common`; the results by name."""
     grad_out = gradient_for(call)
     results = run(call, grad_out, **options).results
-    check(results, expect(call, grad_out), None, call.describe())
+    check(results, expect(call, grad_out, tf32=options.get("tf32", False)), None, call.describe())
     return results
 
 
@@ -122,6 +130,93 @@ def use_multiprocessors(monkeypatch, count: int) -> None:
 def _plans_of_this_test():
     yield
     attention._plans.clear()
+
+
+# ----------------------------------------------------------------------------------------------------------------- TF32
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    """Products as tensor cores make them where TF32 is allowed: of each operand the last 13 bits do not count."""
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def cut(operand):
+        bits = np.ascontiguousarray(operand.data).view(np.int32)
+        return interpreter.TensorHandle((bits & -0x2000).view(np.float32), operand.dtype)
+
+    def create(self, left, right, accumulator, precision, *rest):
+        assert precision == ir.INPUT_PRECISION.TF32
+        return create_dot(self, cut(left), cut(right), accumulator, precision, *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create)
+
+
+@pytest.mark.parametrize("kind", ["dense", "causal", "float"])
+def test_tf32_operands_in_registers_are_rounded_to_nearest(tensor_cores, kind):
+    """With all of them cut off instead, errors of one sign add up to more than twice what rounding makes."""
+    mask = random_mask("float32", B, H, 128, 128) if kind == "float" else None
+    options = {"is_causal": kind == "causal", "attn_mask": mask, "mask_grad": kind == "float"}
+    call = sample(seqlen_q=128, seqlen_k=128, head_dim=64, dtype=SINGLE, **options)
+    run_and_check(call, tf32=True)
+
+
+@pytest.fixture
+def sums_of_32_rows(monkeypatch):
+    """The gradients of key and value are added up 32 rows at a time, as they are 2**16 at a time in long sequences."""
+    use_tiles(monkeypatch, 16, 16)
+    monkeypatch.setattr(attention.backward_kernels, "SUM_ROWS", tl.constexpr(32))
+
+
+@pytest.mark.parametrize(("kind", "seqlen_q"), [("dense", 192), ("causal", 199), ("bool", 129), ("grouped", 130)])
+def test_long_sums_in_parts(sums_of_32_rows, kind, seqlen_q):
+    mask = random_mask("bool", 1, H, seqlen_q, SK) if kind == "bool" else None
+    options = {"attn_mask": mask, "is_causal": kind == "causal", "kv_heads": 1 if kind == "grouped" else H}
+    run_and_check(sample(batch=1, seqlen_q=seqlen_q, dtype=HALF, **options))
+
+
+def cut_off_sums(monkeypatch) -> None:
+    """Sums cut off after 12 bits show at 512 rows what tensor cores, with 24, show at millions."""
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def create(self, *arguments):
+        total = create_dot(self, *arguments)
+        bits = np.ascontiguousarray(total.data).view(np.int32)
+        return interpreter.TensorHandle((bits & -0x1000).view(np.float32), total.dtype)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create)
+
+
+def check_that_parts_lose_less(monkeypatch, call: Call, rows: int) -> None:
+    """Where sums are cut off, those of `rows` rows at a time are closer than the whole; the test has set the tiles."""
+    grad_out = gradient_for(call)
+    expected = expect(call, grad_out).values
+    exact = run(call, grad_out).results
+    cut_off_sums(monkeypatch)
+    whole = run(call, grad_out).results
+    monkeypatch.setattr(attention.backward_kernels, "SUM_ROWS", tl.constexpr(rows))
+    attention._plans.clear()
+    parts = run(call, grad_out).results
+    for name in ("key", "value"):
+        errors = [error_of(results[name], expected[name]).norm for results in (exact, parts, whole)]
+        assert errors[0] < errors[1] < errors[2] / 2, (name, errors)
+
+
+def test_long_sums_in_parts_lose_less_where_sums_are_cut_off(monkeypatch):
+    use_tiles(monkeypatch, 16, 16)
+    check_that_parts_lose_less(monkeypatch, sample(batch=1, heads=1, seqlen_q=512, seqlen_k=16, dtype=HALF), 32)
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000])
+def test_rounding_to_tf32_keeps_nan(tensor_cores, bits):
+    """A carry would make a number of a NaN with all bits set, which is the one that GPUs make."""
+    call = sample(dtype=SINGLE)
+    for name in ("query", "value"):
+        tensor = getattr(call, name).clone()
+        tensor.view(torch.int32)[0, 1, 3, 5] = bits
+        results = run(dataclasses.replace(call, **{name: tensor}), gradient_for(call), tf32=True).results
+        out = results["out"][0, 1]
+        assert bool((out[3] if name == "query" else out[:, 5]).isnan().all())
+        assert bool(results["key"][0, 1].isnan().all()) and not bool(results["key"][0, 0].isnan().any())
 
 
 # ----------------------------------------------------------------------------------------------------------- dimensions
@@ -731,6 +826,46 @@ def test_a_plan_is_used_again_and_takes_the_new_tensors():
     run_and_check(second)
     assert plans.keys() == attention._plans.keys()
     assert all(attention._plans[key] is plan for key, plan in plans.items())
+
+
+@pytest.mark.parametrize("kind", ["dense", "mask"])
+def test_recent_plans_are_found_for_calls_like_theirs_alone(monkeypatch, kind):
+    looked_up = []
+    look_up = attention._plans.look_up
+    monkeypatch.setattr(
+        attention._plans, "look_up", lambda *given: looked_up.append(1) or look_up(*given), raising=False
+    )
+
+    def misses(call: Call, grad_out: Tensor | None = None) -> int:
+        looked_up.clear()
+        grad_out = gradient_for(call) if grad_out is None else grad_out
+        check(run(call, grad_out).results, expect(call, grad_out), None, call.describe())
+        return len(looked_up)
+
+    mask = random_mask("float32", B, H, SQ, SK) if kind == "mask" else None
+    call = sample(dtype=SINGLE, attn_mask=mask)
+    assert misses(call) == 2
+    assert misses(call) == 0
+    assert misses(dataclasses.replace(call, scale=0.3)) == 2
+    assert misses(sample(dtype=SINGLE, attn_mask=mask, seqlen_q=SQ)) == 0
+    for layout in ("bshd", "unaligned", "odd_strides"):
+        assert misses(sample(dtype=SINGLE, attn_mask=mask, layout=layout)) == 2, layout
+    assert misses(sample(dtype=HALF, attn_mask=mask)) == 2
+    expanded = torch.ones(()).expand(gradient_for(call).shape)
+    assert misses(call, expanded) == 1  # the backward
+    if mask is not None:
+        assert misses(dataclasses.replace(call, mask_grad=True)) == 1
+        assert misses(dataclasses.replace(call, attn_mask=mask[:1])) == 2
+    assert misses(call) == 0
+
+
+def test_calls_that_take_turns_find_their_plans(monkeypatch):
+    """More of them than are recent: the dictionary has the others."""
+    monkeypatch.setattr(attention, "_MAX_RECENT", 3)
+    calls = [sample(batch=1, heads=1, seqlen_q=length, dtype=SINGLE) for length in range(4, 7)]
+    for call in calls * 3:
+        run_and_check(call)
+    assert len(attention._plans) == 6 and len(attention._plans._recent) == 3
 
 
 def test_launches_are_counted():

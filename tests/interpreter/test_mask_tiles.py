@@ -19,11 +19,13 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
+import triton.language as tl
+
 from torch_flashbackend.kernels.triton import attention, launch, mask_plan
 from torch_flashbackend.kernels.triton.tiles import Tile
 
-from common import block_pattern, gradient_for, simple_call
-from test_kernels import run, run_and_check
+from common import block_pattern, check, expect, gradient_for, simple_call
+from test_kernels import check_that_parts_lose_less, run, run_and_check
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 HALF, SINGLE, BFLOAT = torch.float16, torch.float32, torch.bfloat16
@@ -343,6 +345,37 @@ def test_dropout_with_lists():
         torch.testing.assert_close(tensor, plain[name], atol=2e-6, rtol=2e-5)
 
 
+# ----------------------------------------------------------------------------------------------------------- long sums
+
+
+@pytest.mark.parametrize("one_loop", [False, True])
+@pytest.mark.parametrize("kind", ["bool", "finfo.min", "padding", "grouped"])
+def test_long_sums_in_parts(monkeypatch, kind, one_loop):
+    """Lists cut after every second block: inside of the full ones, of the mixed ones, past the end."""
+    monkeypatch.setattr(attention, "ONE_LOOP", one_loop)
+    monkeypatch.setattr(attention.backward_kernels, "SUM_ROWS", tl.constexpr(32))
+    use_tiles(monkeypatch, 16, 64)
+    seqlen_q, heads, kv_heads = (120, 2, 1) if kind == "grouped" else (210, 1, 1)
+    if kind == "padding":
+        mask = pattern("padding", 1, 140)
+    else:
+        seen = block_pattern((1, heads, seqlen_q, 140), torch.bool, 7, block=32)
+        mask = as_mask(seen, "finfo.min" if kind == "finfo.min" else "bool", HALF)
+    run_and_check(sample(mask, seqlen_q, 140, heads=heads, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize(
+    ("kind", "one_loop"), [("half of it mixed", False), ("half of it mixed", True), ("padding", False)]
+)
+def test_long_sums_in_parts_lose_less_where_sums_are_cut_off(monkeypatch, kind, one_loop):
+    monkeypatch.setattr(attention, "ONE_LOOP", one_loop)
+    use_tiles(monkeypatch, 16, 64)
+    mask = pattern("everything", 1 if kind == "padding" else 512, 64).clone()
+    if kind == "half of it mixed":
+        mask[:, :, ::128, 5] = False
+    check_that_parts_lose_less(monkeypatch, sample(mask, 512, 64), 32)
+
+
 # ------------------------------------------------------------------------------------------------------ what is visited
 
 
@@ -383,6 +416,36 @@ def test_every_run_gives_the_same_bits():
     first, second = (run(call, gradient_for(call)).results for _ in range(2))
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
+
+
+def test_a_recent_plan_lists_the_mask_of_each_call(monkeypatch):
+    """And it serves masks of its own sizes, strides, type and alignment alone."""
+    looked_up = []
+    look_up = attention._plans.look_up
+    monkeypatch.setattr(
+        attention._plans, "look_up", lambda *given: looked_up.append(1) or look_up(*given), raising=False
+    )
+
+    def misses(mask: Tensor, scale: float | None = None) -> int:
+        looked_up.clear()
+        call = sample(mask, 96, 128, batch=2, scale=scale)
+        grad_out = gradient_for(call)
+        check(run(call, grad_out).results, expect(call, grad_out), None, call.describe())
+        return len(looked_up)
+
+    masks = [pattern(name, 96, 128).contiguous() for name in ("causal", "window", "nothing", "documents")]
+    assert [misses(mask) for mask in masks] == [2, 0, 0, 0]
+    assert misses(masks[0], 0.3) == 2
+    assert misses(masks[1].mT.contiguous().mT) == 2
+    assert misses(masks[1].expand(2, 1, 96, 128)) == 2
+    assert misses(masks[1].repeat(2, 1, 1, 1)) == 2
+    assert misses(masks[1][:, :, :1]) == 2
+    floats = [as_mask(masks[number], "-inf", HALF) for number in (1, 3)]
+    assert [misses(mask) for mask in floats] == [2, 0]
+    assert misses(floats[0].float()) == 2
+    unaligned = masks[3].new_empty(96 * 128 + 1)[1:].view(1, 1, 96, 128).copy_(masks[3])
+    assert misses(unaligned) == 2
+    assert misses(masks[3]) == 0
 
 
 def test_kernels_of_a_call():

@@ -1,0 +1,497 @@
+// Forward attention on Hopper (compute capability 9.0): out = softmax(scale * query key^T) value, and its logsumexp.
+//
+//   for each tile of BLOCK_M query rows that this block owns (persistent grid, longest tiles first):
+//     loading warp:    query tile, then key and value tiles of BLOCK_N rows, by TMA into rings of STAGES buffers
+//     each consumer warpgroup, 64 query rows:
+//       for j = 1 ...:  issue S = query key[j]^T;  issue out += P value[j - 1]
+//                       P' = softmax(S) while the second product runs;  P = P'
+//       issue S = query' key'[0]^T of the next tile;  issue out += P value[last]
+//       P = softmax(S) while the second product runs;  out /= row sums, into the buffer of the query
+//     storing warp:    finished outputs from the query buffers to global memory, by TMA
+//
+// So the matrix unit has work across tiles. Key tiles are visited from the last one that the rows may see to the first:
+// masks come first. S, P and out stay in registers. Dao et al., FlashAttention-2 (2023) and Shah et al.,
+// FlashAttention-3 (2024) describe the method; softmax.cuh says why there is no maximum in the loop.
+//
+// Shared memory: Q_STAGES query tiles, STAGES key and STAGES value tiles, each a row of boxes of 64 columns (tma.cuh).
+// With a single query buffer (head_dim above 192) outputs go from registers to global memory.
+// Registers: BLOCK_N / 2 + BLOCK_N / 4 + HEAD_DIM_V / 2 for S, P and out, of 232 with two consumers and 160 with three.
+//
+// Defined by the host (forward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, BLOCK_N, STAGES, Q_STAGES,
+// IS_CAUSAL, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
+#include "barrier.cuh"
+#include "softmax.cuh"
+#include "wgmma.cuh"
+#include "wgmma_instructions.cuh"
+
+// Mirrored by forward.py.
+struct ForwardParams {
+  void* out;         // [batch, num_heads, seqlen_q, head_dim_v], last stride 1
+  float* logsumexp;  // [batch, num_heads, seqlen_q] contiguous
+  int* counters;     // causal only: tiles handed out after each block's first, blocks done; both zero between launches
+  int64_t out_stride_batch, out_stride_head, out_stride_row;  // elements
+  int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim_v;
+  int num_tiles, q_tiles, heads_per_group;
+  float softmax_scale, softmax_scale_log2;
+};
+
+constexpr int CONSUMERS = BLOCK_M / 64;
+constexpr int THREADS = 128 * (CONSUMERS + 1);
+// A warpgroup passes over key tiles of the next query tile while it still holds the last value stage of this one.
+static_assert(!IS_CAUSAL || ceil_div(BLOCK_M - 64, BLOCK_N) < STAGES);
+// So the diagonal of a warpgroup's 64 rows lies within one key tile.
+static_assert(!IS_CAUSAL || BLOCK_N % 64 == 0);
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
+// With two query buffers the output leaves through its query's; a single one is needed for the next query before.
+constexpr bool STAGE_OUT = Q_STAGES > 1;
+constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
+constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
+constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
+
+// What the producer tells the consumers about a tile.
+struct Tile {
+  int first_row, head, batch, key_tiles;
+};
+
+// Byte addresses in shared memory.
+struct Shared {
+  uint32_t query, key, value, tiles, barriers;
+  __device__ explicit Shared(uint32_t base)
+      : query(base),
+        key(query + Q_STAGES * Q_BYTES),
+        value(key + STAGES * K_BYTES),
+        tiles(value + STAGES * V_BYTES),
+        barriers(tiles + Q_STAGES * sizeof(Tile)) {}
+  __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
+  __device__ uint32_t q_full(int stage) const { return barrier(stage); }
+  __device__ uint32_t q_empty(int stage) const { return barrier(Q_STAGES + stage); }
+  __device__ uint32_t out_full(int stage) const { return barrier(2 * Q_STAGES + 4 * STAGES + stage); }
+  __device__ uint32_t k_full(int stage) const { return barrier(2 * Q_STAGES + stage); }
+  __device__ uint32_t k_empty(int stage) const { return barrier(2 * Q_STAGES + STAGES + stage); }
+  __device__ uint32_t v_full(int stage) const { return barrier(2 * Q_STAGES + 2 * STAGES + stage); }
+  __device__ uint32_t v_empty(int stage) const { return barrier(2 * Q_STAGES + 3 * STAGES + stage); }
+};
+
+// Hands tiles to blocks: the first by block number; then, where all tiles are equal, every gridDim-th, and otherwise
+// the next that nobody has taken, which is asked for one tile ahead since the answer takes about 500 cycles.
+struct Scheduler {
+  int index, next;
+
+  __device__ explicit Scheduler(const ForwardParams& params) : index(blockIdx.x), next(ask(params)) {}
+  __device__ __forceinline__ int ask(const ForwardParams& params) {
+    return IS_CAUSAL ? gridDim.x + atomicAdd(params.counters, 1) : index + gridDim.x;
+  }
+  __device__ __forceinline__ void advance(const ForwardParams& params) {
+    index = next;
+    if (index < params.num_tiles) next = ask(params);
+  }
+  // The last block leaves the counters as it found them.
+  __device__ __forceinline__ void finish(const ForwardParams& params) {
+    if (IS_CAUSAL && atomicAdd(params.counters + 1, 1) == gridDim.x - 1) {
+      params.counters[0] = 0;
+      params.counters[1] = 0;
+    }
+  }
+};
+
+// Causal: heads come in groups whose keys and values stay in L2 together, and within a group the longest tiles of all
+// heads come first. Full: the tiles of one head follow each other.
+__device__ __forceinline__ Tile tile_at(int index, const ForwardParams& params) {
+  int head, q_tile;
+  if (IS_CAUSAL) {
+    const int group_tiles = params.heads_per_group * params.q_tiles;
+    const int group = index / group_tiles, within = index % group_tiles;
+    const int first = group * params.heads_per_group;
+    const int heads = min(params.heads_per_group, params.batch * params.num_heads - first);
+    head = first + within % heads;
+    q_tile = params.q_tiles - 1 - within / heads;
+  } else {
+    head = index / params.q_tiles;
+    q_tile = index % params.q_tiles;
+  }
+  Tile tile;
+  tile.first_row = q_tile * BLOCK_M;
+  tile.batch = head / params.num_heads;
+  tile.head = head % params.num_heads;
+  const int visible = IS_CAUSAL ? min(params.seqlen_k, tile.first_row + BLOCK_M) : params.seqlen_k;
+  tile.key_tiles = ceil_div(visible, BLOCK_N);
+  return tile;
+}
+
+__device__ __forceinline__ void write_tile(uint32_t address, const Tile& tile) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(tile.first_row), "r"(tile.head),
+               "r"(tile.batch), "r"(tile.key_tiles)
+               : "memory");
+}
+__device__ __forceinline__ Tile read_tile(uint32_t address) {
+  Tile tile;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(tile.first_row), "=r"(tile.head), "=r"(tile.batch), "=r"(tile.key_tiles)
+               : "r"(address)
+               : "memory");
+  return tile;
+}
+
+__device__ __forceinline__ void produce(const TensorMap& query_map, const TensorMap& key_map,
+                                        const TensorMap& value_map, const ForwardParams& params, const Shared& shared) {
+  Ring<Q_STAGES> q;
+  Ring<STAGES> k, v;
+  const int queries_per_kv = params.num_heads / params.num_kv_heads;
+  Scheduler scheduler(params);
+  for (; scheduler.index < params.num_tiles; scheduler.advance(params)) {
+    const Tile tile = tile_at(scheduler.index, params);
+    const int kv_head = tile.head / queries_per_kv;
+
+    const auto load_query = [&] {
+      barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
+      write_tile(shared.tiles + q.stage * sizeof(Tile), tile);
+      load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile.first_row,
+                                   tile.head, tile.batch);
+      q.advance();
+    };
+    const auto load_key = [&](int j) {
+      barrier_wait(shared.k_empty(k.stage), k.phase ^ 1);
+      load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key + k.stage * K_BYTES, shared.k_full(k.stage), j * BLOCK_N,
+                                   kv_head, tile.batch);
+      k.advance();
+    };
+    const auto load_value = [&](int j) {
+      barrier_wait(shared.v_empty(v.stage), v.phase ^ 1);
+      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value + v.stage * V_BYTES, shared.v_full(v.stage), j * BLOCK_N,
+                                     kv_head, tile.batch);
+      v.advance();
+    };
+
+    // The order in which the consumers need them; a single query buffer is free later than the first key buffer.
+    if (Q_STAGES > 1) load_query();
+    load_key(tile.key_tiles - 1);
+    if (Q_STAGES == 1) load_query();
+#pragma unroll 1
+    for (int j = tile.key_tiles - 2; j >= 0; --j) {
+      load_key(j);
+      load_value(j + 1);
+    }
+    load_value(0);
+  }
+  scheduler.finish(params);
+  // A tile without keys ends the consumers.
+  barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
+  write_tile(shared.tiles + q.stage * sizeof(Tile), Tile{0, 0, 0, 0});
+  barrier_arrive(shared.q_full(q.stage));
+}
+
+// The storing warp: sends finished tiles from the query buffers to global memory, and frees the buffers.
+__device__ __forceinline__ void store_tiles(const TensorMap& out_map, const Shared& shared) {
+  for (Ring<Q_STAGES> q;; q.advance()) {
+    barrier_wait(shared.q_full(q.stage), q.phase);
+    const Tile tile = read_tile(shared.tiles + q.stage * sizeof(Tile));
+    if (tile.key_tiles == 0) return;
+    barrier_wait(shared.out_full(q.stage), q.phase);
+    store_rows<BLOCK_M, HEAD_DIM_V>(out_map, shared.query + q.stage * Q_BYTES, tile.first_row, tile.head, tile.batch);
+    store_wait();
+    barrier_arrive(shared.q_empty(q.stage));
+  }
+}
+
+// One warpgroup's share of the products.
+__device__ __forceinline__ void scores_product(float (&scores)[BLOCK_N / 2], uint32_t query, uint32_t key) {
+#pragma unroll
+  for (int k = 0; k < HEAD_DIM / 16; ++k)
+    Wgmma<BLOCK_N>::ss(scores, moved(query, column_group<BLOCK_M>(k)), moved(key, column_group<BLOCK_N>(k)), k > 0);
+}
+__device__ __forceinline__ void out_product(float (&out)[HEAD_DIM_V / 2], const uint32_t (&probabilities)[BLOCK_N / 4],
+                                            uint32_t value, bool accumulate) {
+#pragma unroll
+  for (int k = 0; k < BLOCK_N / 16; ++k)
+    Wgmma<HEAD_DIM_V>::rs(out, probabilities + 4 * k, moved(value, k * 16 * BOX_ROW_BYTES), k > 0 || accumulate);
+}
+
+// This warp's scores once more, without the rest of its warpgroup: the rare case may be slow.
+__device__ __forceinline__ void warp_scores(float (&scores)[BLOCK_N / 2], uint32_t query, int first_row, uint32_t key) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 2; ++i) scores[i] = 0.0f;
+#pragma unroll 1
+  for (int k = 0; k < HEAD_DIM / 16; ++k) {
+    uint32_t a[4], b[2];
+    load_matrices(a, chunk_address<BLOCK_M>(query, first_row + lane % 16, 2 * k + lane / 16));
+#pragma unroll
+    for (int n = 0; n < BLOCK_N / 8; ++n) {
+      load_matrices(b, chunk_address<BLOCK_N>(key, 8 * n + lane % 8, 2 * k + lane / 8 % 2));
+      warp_product(scores + 4 * n, a, b);
+    }
+  }
+}
+
+__device__ __forceinline__ void pack_probabilities(uint32_t (&packed)[BLOCK_N / 4],
+                                                   const float (&scores)[BLOCK_N / 2]) {
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 4; ++i) packed[i] = pack(scores[2 * i], scores[2 * i + 1]);
+}
+
+// The factors that turn `out` into averages, and the logsumexp of the two rows.
+__device__ __forceinline__ void finish(const Softmax& softmax, const Tile& tile, int row, float (&inverse)[2],
+                                       const ForwardParams& params) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float sum = quad_sum(softmax.sum[half]);
+    inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+    const int this_row = row + 8 * half;
+    if (WRITE_LSE && this_row < params.seqlen_q && threadIdx.x % 4 == 0) {
+      const int64_t head = (int64_t)tile.batch * params.num_heads + tile.head;
+      // log2(sum) + shift is in base 2.
+      params.logsumexp[head * params.seqlen_q + this_row] = (__log2f(sum) + softmax.shift[half]) * 0.6931471805599453f;
+    }
+  }
+}
+
+// Writes this warp's 16 rows into the place of its query rows, from where `store_tiles` sends them on.
+__device__ __forceinline__ void stage_out(const float (&out)[HEAD_DIM_V / 2], const float (&inverse)[2],
+                                          uint32_t address, int first_row) {
+  const int lane = threadIdx.x % 32;
+  const int row = first_row + lane % 16;  // matrices: rows 0 to 7 and 8 to 15, of two groups of 8 columns
+#pragma unroll
+  for (int group = 0; group < HEAD_DIM_V / 8; group += 2) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = 4 * (group + i / 2) + 2 * (i % 2);
+      words[i] = pack(out[at] * inverse[i % 2], out[at + 1] * inverse[i % 2]);
+    }
+    store_matrices(chunk_address<BLOCK_M>(address, row, group + lane / 16), words);
+  }
+  store_fence();
+}
+
+// Writes the rows to global memory, 16 bytes per lane: a quad's four lanes exchange groups of 8 columns.
+__device__ __forceinline__ void store_out(const float (&out)[HEAD_DIM_V / 2], const float (&inverse)[2],
+                                          const Tile& tile, int row, const ForwardParams& params) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int this_row = row + 8 * half;
+    uint8_t* base = (uint8_t*)params.out + 2 * (tile.batch * params.out_stride_batch +
+                                                tile.head * params.out_stride_head + this_row * params.out_stride_row);
+#pragma unroll
+    for (int group = 0; group < HEAD_DIM_V / 8; group += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 4 * (group + i) + 2 * half;
+        words[i] = group + i < HEAD_DIM_V / 8 ? pack(out[at] * inverse[half], out[at + 1] * inverse[half]) : 0;
+      }
+      quad_transpose(words, lane);
+      const int column = 8 * (group + lane % 4);
+      if (this_row < params.seqlen_q && column < params.head_dim_v)
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(base + 2 * column), "r"(words[0]), "r"(words[1]),
+                     "r"(words[2]), "r"(words[3])
+                     : "memory");
+    }
+  }
+}
+
+// The first of this warp's 16 rows within the tile, and of the two that this thread holds.
+__device__ __forceinline__ int row_of_warp() {
+  return 16 * (threadIdx.x / 32 - 4);
+}
+__device__ __forceinline__ int row_of_thread() {
+  return row_of_warp() + threadIdx.x % 32 / 4;
+}
+
+__device__ __forceinline__ void consume(const ForwardParams& params, const Shared& shared, int warpgroup) {
+  const float scale_log2 = params.softmax_scale_log2;
+  Ring<Q_STAGES> q;
+  Ring<STAGES> k;
+
+  // Named barriers 1 to CONSUMERS pass the turn at the matrix unit around.
+  const auto take_turn = [&] {
+    if (PING_PONG) named_sync(1 + warpgroup, 256);
+  };
+  const auto pass_turn = [&] {
+    if (PING_PONG) named_arrive(1 + (warpgroup + 1) % CONSUMERS, 256);
+  };
+  const auto release = [&](uint32_t barrier) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  };
+  if (PING_PONG && warpgroup == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
+
+  float out[HEAD_DIM_V / 2] = {};
+  float scores[BLOCK_N / 2];
+  uint32_t probabilities[BLOCK_N / 4];
+  Softmax softmax;
+  softmax.reset();
+  uint32_t query;   // descriptor of this warpgroup's rows
+  int j;            // the current key tile
+  int tile_row;     // first row of the tile
+  bool accumulate;  // false until `out` holds a product of this query tile
+
+  // Reads the next query tile, and passes over key tiles that none of the warpgroup's rows sees.
+  const auto begin_tile = [&] {
+    barrier_wait(shared.q_full(q.stage), q.phase);
+    const Tile tile = read_tile(shared.tiles + q.stage * sizeof(Tile));
+    j = uniform(tile.key_tiles) - 1;
+    if (j < 0) return false;
+    tile_row = uniform(tile.first_row);
+    const int first_row = tile_row + 64 * warpgroup;
+    query = descriptor(shared.query + q.stage * Q_BYTES + warpgroup * 64 * BOX_ROW_BYTES, 0);
+    accumulate = false;
+    if (IS_CAUSAL) {
+      for (; j >= ceil_div(min(params.seqlen_k, first_row + 64), BLOCK_N); --j) {
+        barrier_wait(shared.k_full(k.stage), k.phase);
+        release(shared.k_empty(k.stage));
+        barrier_wait(shared.v_full(k.stage), k.phase);
+        release(shared.v_empty(k.stage));
+        k.advance();
+        take_turn();
+        pass_turn();
+      }
+    }
+    return true;
+  };
+  const auto issue_scores = [&] {
+    wgmma_fence();
+    scores_product(scores, query, descriptor(shared.key + k.stage * K_BYTES, 0));
+    wgmma_commit();
+  };
+  const auto issue_out = [&](int stage) {
+    wgmma_fence();
+    out_product(out, probabilities, descriptor(shared.value + stage * V_BYTES, BLOCK_N * BOX_ROW_BYTES), accumulate);
+    wgmma_commit();
+  };
+  const auto mask_scores = [&] {
+    const int last = params.seqlen_k - 1, row = tile_row + row_of_thread(), first_key = j * BLOCK_N;
+    mask(scores, (IS_CAUSAL ? min(last, row) : last) - first_key, (IS_CAUSAL ? min(last, row + 8) : last) - first_key,
+         threadIdx.x % 4);
+  };
+
+  // One key tile that is not its query tile's first.
+  const auto step = [&] {
+    barrier_wait(shared.k_full(k.stage), k.phase);
+    take_turn();
+    issue_scores();
+    const Ring<STAGES> v = k.previous();
+    barrier_wait(shared.v_full(v.stage), v.phase);
+    issue_out(v.stage);
+    pass_turn();
+    accumulate = true;
+    wgmma_wait<1>();
+    const float sum[2] = {softmax.sum[0], softmax.sum[1]};
+    const bool serves = softmax.update(scores, scale_log2);
+    wgmma_wait<0>();
+    release(shared.v_empty(v.stage));
+    pack_probabilities(probabilities, scores);
+    if (__any_sync(0xFFFFFFFF, !serves)) {
+      warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(), shared.key + k.stage * K_BYTES);
+      float rescale[2];
+      softmax.sum[0] = sum[0];
+      softmax.sum[1] = sum[1];
+      softmax.restart(scores, scale_log2, rescale);
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM_V / 2; ++i) out[i] *= rescale[i / 2 % 2];
+      pack_probabilities(probabilities, scores);
+    }
+    release(shared.k_empty(k.stage));
+    k.advance();
+  };
+  // Softmax of a query tile's first key tile.
+  const auto first_softmax = [&] {
+    release(shared.k_empty(k.stage));
+    k.advance();
+    // Only this tile can hold keys that some rows see and others do not, or the end of the keys.
+    if (IS_CAUSAL || (j + 1) * BLOCK_N > params.seqlen_k) mask_scores();
+    float rescale[2];
+    softmax.reset();
+    softmax.restart(scores, scale_log2, rescale);
+  };
+
+  const auto send = [&](const float (&inverse)[2], int q_stage, const Tile& tile) {
+    if constexpr (STAGE_OUT) {
+      stage_out(out, inverse, shared.query + q_stage * Q_BYTES, row_of_warp());
+      __syncwarp();
+      release(shared.out_full(q_stage));
+    } else {
+      store_out(out, inverse, tile, tile.first_row + row_of_thread(), params);
+    }
+  };
+
+  if (!begin_tile()) return;
+  barrier_wait(shared.k_full(k.stage), k.phase);
+  issue_scores();
+  wgmma_wait<0>();
+  first_softmax();
+  pack_probabilities(probabilities, scores);
+  for (;;) {
+    for (--j; j >= 0; --j) step();
+
+    // The last product of this query tile runs beside the first one of the next.
+    const Tile tile = read_tile(shared.tiles + q.stage * sizeof(Tile));
+    float inverse[2];
+    finish(softmax, tile, tile.first_row + row_of_thread(), inverse, params);
+    const bool accumulate_last = accumulate;
+    const Ring<STAGES> v = k.previous();
+    const int q_stage = q.stage;
+    if (!STAGE_OUT) release(shared.q_empty(q.stage));
+    q.advance();
+    const bool more = begin_tile();
+    accumulate = accumulate_last;
+    if (!more) {
+      barrier_wait(shared.v_full(v.stage), v.phase);
+      issue_out(v.stage);
+      wgmma_wait<0>();
+      send(inverse, q_stage, tile);
+      return;
+    }
+    barrier_wait(shared.k_full(k.stage), k.phase);
+    issue_scores();
+    barrier_wait(shared.v_full(v.stage), v.phase);
+    issue_out(v.stage);
+    accumulate = false;
+    wgmma_wait<1>();
+    first_softmax();
+    wgmma_wait<0>();
+    release(shared.v_empty(v.stage));
+    send(inverse, q_stage, tile);
+    pack_probabilities(probabilities, scores);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __grid_constant__ TensorMap query_map,
+                                                                       const __grid_constant__ TensorMap key_map,
+                                                                       const __grid_constant__ TensorMap value_map,
+                                                                       const __grid_constant__ TensorMap out_map,
+                                                                       const __grid_constant__ ForwardParams params) {
+  // The swizzle counts from multiples of 1024 bytes.
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
+  if (shared.query % 1024) __trap();
+  if (threadIdx.x == 0) {
+    prefetch_map(query_map);
+    prefetch_map(key_map);
+    prefetch_map(value_map);
+    prefetch_map(out_map);
+    // Stages are filled by one arrival and the copy's bytes, and emptied by one arrival of each consumer warp.
+    for (int stage = 0; stage < Q_STAGES; ++stage) {
+      barrier_init(shared.q_full(stage), 1);
+      barrier_init(shared.q_empty(stage), STAGE_OUT ? 1 : 4 * CONSUMERS);
+      barrier_init(shared.out_full(stage), 4 * CONSUMERS);
+    }
+    for (int stage = 0; stage < STAGES; ++stage) {
+      barrier_init(shared.k_full(stage), 1);
+      barrier_init(shared.k_empty(stage), 4 * CONSUMERS);
+      barrier_init(shared.v_full(stage), 1);
+      barrier_init(shared.v_empty(stage), 4 * CONSUMERS);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (threadIdx.x < 128) {
+    registers_release<PRODUCER_REGISTERS>();
+    if (threadIdx.x == 0) produce(query_map, key_map, value_map, params, shared);
+    if (STAGE_OUT && threadIdx.x == 32) store_tiles(out_map, shared);
+  } else {
+    registers_claim<CONSUMER_REGISTERS>();
+    consume(params, shared, uniform(threadIdx.x / 128) - 1);
+  }
+}

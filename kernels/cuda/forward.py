@@ -1,0 +1,347 @@
+"""The host side of the Hopper forward kernel, ``forward.cu``: what to compile for a call, and how to launch it.
+
+May import torch, ``nvrtc.py``, ``driver.py`` and this folder. Imported by ``torch_flashbackend.ops`` and the warm-up.
+
+Three steps, each of which is done once and kept: a ``Specialisation`` (what the compiler must know), a ``Plan`` (all
+that a call on tensors of these shapes and strides needs but its pointers), and the launch, which patches pointers in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ... import driver, nvrtc
+from .. import KernelUnavailable, launch_counts
+from . import tiles
+from .tiles import Tile
+
+ARCHITECTURE = "sm_90a"
+FOLDER = Path(__file__).parent
+SOURCE = FOLDER / "forward.cu"
+ENTRY = "flash_forward"
+MAX_HEAD_DIM = 256
+
+launch_counts.setdefault(ENTRY, 0)
+
+_LOG2E = math.log2(math.e)
+# Keys and values of the heads in work at one time should fit the L2 cache (50 MB) beside what is written.
+_L2_BYTES = 32 << 20
+_MAX_TILES = 2**31 - 1
+
+
+class ForwardParams(ctypes.Structure):
+    """The kernel's last parameter, by value: THE layout, which ``struct ForwardParams`` in ``forward.cu`` repeats."""
+
+    _fields_ = [
+        ("out", ctypes.c_void_p),
+        ("logsumexp", ctypes.c_void_p),  # float32 [B, H, Sq], or null
+        ("counters", ctypes.c_void_p),  # two int32, zero between launches, of nobody else's while this one runs
+        ("out_stride_batch", ctypes.c_int64),  # in elements, as all strides
+        ("out_stride_head", ctypes.c_int64),
+        ("out_stride_row", ctypes.c_int64),
+        ("batch", ctypes.c_int32),
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("seqlen_q", ctypes.c_int32),
+        ("seqlen_k", ctypes.c_int32),
+        ("head_dim_v", ctypes.c_int32),  # the tensor's own, where HEAD_DIM_V is the next multiple of 16
+        ("num_tiles", ctypes.c_int32),
+        ("q_tiles", ctypes.c_int32),  # query tiles of a head
+        ("heads_per_group", ctypes.c_int32),  # query heads, counted over the batch, whose keys and values share L2
+        ("softmax_scale", ctypes.c_float),
+        ("softmax_scale_log2", ctypes.c_float),
+    ]
+
+
+class Specialisation(NamedTuple):
+    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256."""
+
+    head_dim: int
+    head_dim_v: int
+    is_causal: bool
+    is_bf16: bool
+    write_lse: bool
+    tile: Tile
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """The macros that ``forward.cu`` is compiled with."""
+        tile = self.tile
+        return {
+            "HEAD_DIM": self.head_dim,
+            "HEAD_DIM_V": self.head_dim_v,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "STAGES": tile.stages,
+            "Q_STAGES": tile.q_stages,
+            "PING_PONG": int(tile.ping_pong),
+            "IS_CAUSAL": int(self.is_causal),
+            "IS_BF16": int(self.is_bf16),
+            "WRITE_LSE": int(self.write_lse),
+        }
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: the tiles, 1 KB to align them and 1 KB for barriers."""
+        tile, padded, padded_v = self.tile, _round_up(self.head_dim, 64), _round_up(self.head_dim_v, 64)
+        query = tile.q_stages * tile.block_m * padded * 2
+        return query + tile.stages * tile.block_n * (padded + padded_v) * 2 + 2048
+
+    @property
+    def source(self) -> nvrtc.Source:
+        """What to compile."""
+        from . import instructions
+
+        columns, dtype = (self.tile.block_n, self.head_dim_v), "bf16" if self.is_bf16 else "f16"
+        generated = {instructions.HEADER_NAME: instructions.header(columns, dtype)}
+        return nvrtc.Source(ENTRY, SOURCE.read_text(), _headers(SOURCE.parent) | generated, self.defines, ARCHITECTURE)
+
+    def compile(self) -> nvrtc.Binary:
+        """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
+        try:
+            return nvrtc.compile(self.source)
+        except (nvrtc.CompileError, OSError) as error:
+            raise KernelUnavailable(str(error)) from error
+
+
+def specialise(
+    head_dim: int,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    is_causal: bool,
+    write_lse: bool,
+    *,
+    seqlen_q: int,
+    seqlen_k: int,
+    batch_heads: int,
+    num_sms: int,
+) -> Specialisation:
+    """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256."""
+    padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
+    tile = tiles.choose(padded, padded_v, is_causal, seqlen_q, seqlen_k, batch_heads, num_sms)
+    return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, write_lse, tile)
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+@functools.cache
+def _headers(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(folder.glob("*.cuh"))}
+
+
+@functools.cache
+def _device(device_index: int) -> tuple[tuple[int, int], int]:
+    """(compute capability, number of multiprocessors)."""
+    properties = torch.cuda.get_device_properties(device_index)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
+def _refusal(query, key, value, softmax_scale: float) -> str:
+    """Why the kernel cannot run this call, whatever routing has said: a compiled graph may get other tensors."""
+    head_dim, head_dim_v = query.size(3), value.size(3)
+    if _device(query.device.index)[0] != (9, 0) or torch.version.hip is not None:
+        return "the Hopper kernels need compute capability 9.0"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"the Hopper kernels compute in float16 and bfloat16, not in {query.dtype}"
+    if head_dim % 8 or head_dim_v % 8 or not 8 <= head_dim <= MAX_HEAD_DIM or not 8 <= head_dim_v <= MAX_HEAD_DIM:
+        return f"the Hopper kernels have no head_dim {head_dim} with value head_dim {head_dim_v}"
+    if not 0.0 < softmax_scale < math.inf:
+        return f"the Hopper kernels need a positive scale, not {softmax_scale}"
+    if not walkable(query, key, value):
+        return "the copy engine cannot walk tensors with such strides"
+    return ""
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+
+class _Frame:
+    """One set of launch arguments, in use by one thread at a time: only stream and pointers change."""
+
+    __slots__ = ("arguments", "config", "params", "pointers")
+
+    def __init__(self, config: driver.LaunchConfig, params: ForwardParams) -> None:
+        self.config = driver.LaunchConfig.from_buffer_copy(config)
+        self.params = ForwardParams.from_buffer_copy(params)
+        self.pointers = (ctypes.c_void_p * 5)()
+        self.pointers[4] = ctypes.addressof(self.params)
+        self.arguments = ctypes.c_void_p(ctypes.addressof(self.pointers))
+
+
+class Plan:
+    """The forward of all calls with these shapes, strides, dtype and scale on one device; only pointers are free.
+
+    Raises KernelUnavailable when it is made, before anything is launched; torch.OutOfMemoryError where the GPU has no
+    room for the kernel's code.
+    """
+
+    __slots__ = ("_config", "_device_index", "_frames", "_function", "_maps", "_params", "specialisation")
+
+    def __init__(self, query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float) -> None:
+        refusal = _refusal(query, key, value, softmax_scale)
+        if refusal:
+            raise KernelUnavailable(refusal)
+        batch, heads, seqlen_q, head_dim = query.shape
+        seqlen_k, head_dim_v = value.shape[2:]
+        index = self._device_index = query.device.index
+        # Keys and values that are expanded over their heads are one head; the copy engine takes no stride of zero.
+        if key.stride(1) == 0 and value.stride(1) == 0:
+            key, value = key[:, :1], value[:, :1]
+        kv_heads = key.size(1)
+        _, num_sms = _device(index)
+        spec = self.specialisation = specialise(
+            head_dim, head_dim_v, query.dtype, is_causal, write_lse,
+            seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=batch * heads, num_sms=num_sms,
+        )  # fmt: skip
+        tile = spec.tile
+        q_tiles = math.ceil(seqlen_q / tile.block_m)
+        num_tiles = q_tiles * batch * heads
+        if num_tiles > _MAX_TILES:
+            raise KernelUnavailable(f"{num_tiles} tiles are more than 32 bits count")
+        try:
+            binary = spec.compile()
+            self._function = ctypes.c_void_p(driver.load_function(binary, ENTRY, index, spec.shared_bytes))
+            self._maps = [
+                driver.TensorMaps(t.dtype, t.shape, t.stride(), rows, t.data_ptr(), index)
+                for t, rows in ((query, tile.block_m), (key, tile.block_n), (value, tile.block_n), (out, tile.block_m))
+            ]
+        except (driver.DriverError, OSError) as error:
+            raise KernelUnavailable(f"{ENTRY}: {error}") from error
+        stride_batch, stride_head, stride_row, _ = out.stride()
+        self._params = ForwardParams(
+            out_stride_batch=stride_batch,
+            out_stride_head=stride_head,
+            out_stride_row=stride_row,
+            batch=batch,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            head_dim_v=head_dim_v,
+            num_tiles=num_tiles,
+            q_tiles=q_tiles,
+            heads_per_group=_heads_per_group(batch * heads, heads // kv_heads, seqlen_k, head_dim + head_dim_v),
+            softmax_scale_log2=softmax_scale * _LOG2E,
+            softmax_scale=softmax_scale,
+        )
+        self._config = driver.LaunchConfig(
+            (min(num_sms, num_tiles), 1, 1), (tile.num_threads, 1, 1), spec.shared_bytes, None, None, 0
+        )
+        self._frames: list[_Frame] = []
+
+    def __call__(self, query, key, value, out, logsumexp) -> None:
+        """Launch on the current stream of the tensors' device."""
+        index = self._device_index
+        if driver.current_device() != index:
+            with torch.cuda.device(index):
+                return self(query, key, value, out, logsumexp)
+        maps_query, maps_key, maps_value, maps_out = self._maps
+        out_pointer = out.data_ptr()
+        # These four stay referenced until the driver has copied them.
+        query_map = maps_query.get(query.data_ptr())
+        key_map = maps_key.get(key.data_ptr())
+        value_map = maps_value.get(value.data_ptr())
+        out_map = maps_out.get(out_pointer)
+        try:
+            frame = self._frames.pop()
+        except IndexError:
+            frame = _Frame(self._config, self._params)
+        pointers, params = frame.pointers, frame.params
+        pointers[0], pointers[1], pointers[2], pointers[3] = query_map[0], key_map[0], value_map[0], out_map[0]
+        params.out = out_pointer
+        params.logsumexp = None if logsumexp is None else logsumexp.data_ptr()
+        stream = driver.current_stream(index)
+        if self.specialisation.is_causal:
+            params.counters = driver.counters(index, stream)
+        launch_counts[ENTRY] += 1
+        try:
+            driver.launch(frame.config, self._function, frame.arguments, index, stream)
+        except driver.DriverError as error:
+            if error.is_refusal:
+                raise KernelUnavailable(f"{ENTRY}: {error}") from error
+            raise
+        self._frames.append(frame)
+
+
+def _heads_per_group(batch_heads: int, queries_per_kv: int, seqlen_k: int, columns: int) -> int:
+    """How many query heads have their causal tiles in one list, longest first: measured, see NOTES.md.
+
+    As many as have their keys and values in L2 together, so that these are read once; but not so few that all
+    multiprocessors are at one head's longest tiles. Where a tile reads thousands of keys, memory does not bind, and one
+    list of all heads is the most even.
+    """
+    if seqlen_k >= 8192:
+        return batch_heads
+    in_cache = _L2_BYTES // (seqlen_k * columns * 2) * queries_per_kv
+    return min(max(in_cache, 16), batch_heads)
+
+
+def aligned(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Are the addresses multiples of 16 bytes? The one thing about a call that its plan does not know."""
+    return not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+
+
+def walkable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Can the copy engine walk tensors with these strides? Routing asks the same.
+
+    Strides are multiples of 16 bytes, the last dimension is dense, and no dimension is expanded but the heads of key
+    and value together.
+    """
+    one_head = key.stride(1) == 0 and value.stride(1) == 0
+    for tensor in (query, key, value):
+        if tensor.stride(3) != 1:
+            return False
+        for dim in range(3):
+            stride = tensor.stride(dim)
+            expanded_heads = dim == 1 and one_head and tensor is not query
+            if tensor.size(dim) != 1 and (stride <= 0 or stride % 8) and not expanded_heads:
+                return False
+    return True
+
+
+_MAX_PLANS = 4096
+# A plan that cannot be made stays so: compiling is not tried again with every call.
+_plans: dict[tuple, Plan | KernelUnavailable] = {}
+
+
+def plan(query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float) -> Plan:
+    """The plan of a call, kept for the next one like it. Raises what making it raises."""
+    key_of_plan = (
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), out.stride(), query.dtype,
+        write_lse, is_causal, softmax_scale, query.get_device(),
+    )  # fmt: skip
+    found = _plans.get(key_of_plan)
+    if found is None:
+        try:
+            found = Plan(query, key, value, out, write_lse, is_causal, softmax_scale)
+        except KernelUnavailable as error:
+            found = error
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key_of_plan] = found
+    if isinstance(found, KernelUnavailable):
+        raise KernelUnavailable(str(found))
+    return found
+
+
+def forward(query, key, value, is_causal, softmax_scale, out, logsumexp) -> None:
+    """Fill out [B, H, seqlen_q, Dv] (last dimension dense, other strides multiples of 8) and logsumexp unless None.
+
+    query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], ``aligned`` and ``walkable``;
+    float16 or bfloat16, all sizes positive, D and Dv multiples of 8 up to 256, softmax_scale finite and positive.
+    logsumexp float32 [B, H, seqlen_q], contiguous, natural logarithm. Raises KernelUnavailable before any launch.
+    """
+    plan(query, key, value, out, logsumexp is not None, is_causal, softmax_scale)(query, key, value, out, logsumexp)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_plans.clear)

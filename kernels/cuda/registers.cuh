@@ -1,0 +1,88 @@
+// Registers: how many a warpgroup may hold, 16-bit pairs, and exchanges within a quad of lanes.
+#pragma once
+#include "types.cuh"
+
+template <int COUNT>
+__device__ __forceinline__ void registers_release() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void registers_claim() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// The same value in all lanes of a warp, and the compiler knows it: it can live in uniform registers.
+__device__ __forceinline__ int uniform(int x) {
+  return __shfl_sync(0xFFFFFFFF, x, 0);
+}
+
+// Two float32 rounded to 16 bits, `low` in the lower half.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  uint32_t pair;
+#if IS_BF16
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#endif
+  return pair;
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xFFFFFFFF, x, 1);
+  return x + __shfl_xor_sync(0xFFFFFFFF, x, 2);
+}
+
+// Transposes a 4x4 matrix of words held by a quad, lane i holding row i: afterwards x[j] is what lane j had in x[i].
+__device__ __forceinline__ void quad_transpose(uint32_t (&x)[4], int lane) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool upper = lane & bit;
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const int low = bit == 1 ? 2 * pair : pair;
+      const uint32_t first = x[low], second = x[low + bit];
+      const uint32_t received = __shfl_xor_sync(0xFFFFFFFF, upper ? first : second, bit);
+      x[low] = upper ? received : first;
+      x[low + bit] = upper ? second : received;
+    }
+  }
+}
+
+// Writes four 8x8 matrices of 16-bit elements held in the accumulator layout; lane l gives the address of row l % 8 of
+// matrix l / 8.
+__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// The reverse: loads 8x8 matrices, row l % 8 of matrix l / 8 from the address that lane l gives.
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[2], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(x[0]), "=r"(x[1])
+               : "r"(address)
+               : "memory");
+}
+
+// One warp's product: d[16, 8] += a[16, 16] b[8, 16]^T, in the layouts of wgmma's accumulators and of load_matrices.
+__device__ __forceinline__ void warp_product(float* d, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+#if IS_BF16
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#else
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#endif
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}

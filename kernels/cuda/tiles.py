@@ -1,0 +1,72 @@
+"""The one table of tile sizes of the Hopper kernels.
+
+May import nothing. Imported by ``forward.py``. No entry depends on a number of multiprocessors: H100, H200, H20, GH200
+and slices of them are all sm_90.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one specialisation of the forward kernel cuts its work.
+
+    block_m: query rows of a tile, 64 for each consumer warpgroup. block_n: keys of a step. stages: key and value tiles
+    in flight. q_stages: query tiles in flight; with two, outputs leave through the query buffers. ping_pong: warpgroups
+    take turns at the matrix unit.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    q_stages: int
+    ping_pong: bool = True
+
+    @property
+    def num_warpgroups(self) -> int:
+        """Consumer warpgroups; one more loads."""
+        return self.block_m // 64
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block, the producer's included."""
+        return (self.num_warpgroups + 1) * 128
+
+
+def choose(
+    head_dim: int, head_dim_v: int, is_causal: bool, seqlen_q: int, seqlen_k: int, batch_heads: int, num_sms: int
+) -> Tile:
+    """The tile for a call; head_dim and head_dim_v are multiples of 16, at most 256.
+
+    Measured on an H200 over batch * seqlen = 16,384; ``NOTES.md`` has the variants. Up to a head_dim of 64 softmax
+    binds and three warpgroups share it best; above, two with more registers. Fewer keys a step waste less of the
+    masked half of diagonal tiles and of a last tile that is not full; more keys a step cost fewer instructions.
+    """
+    largest = max(head_dim, head_dim_v)
+    if largest <= 64:
+        if is_causal and seqlen_k <= 768:
+            return Tile(128, 64, stages=8, q_stages=2)
+        if is_causal and seqlen_k <= 1536:
+            return Tile(128, 128, stages=4, q_stages=2)
+        return Tile(192, 128, stages=3, q_stages=2)
+    if largest <= 128:
+        if is_causal or seqlen_k <= 768:
+            return Tile(128, 64, stages=5, q_stages=2, ping_pong=False)
+        if 80 < largest <= 96:
+            return Tile(128, 128, stages=2, q_stages=2, ping_pong=False)
+        return Tile(128, 96, stages=3, q_stages=2, ping_pong=False)
+    if largest <= 192:
+        if head_dim_v <= 128:
+            return Tile(128, 64, stages=3, q_stages=2, ping_pong=False)
+        if largest <= 160:
+            return Tile(128, 64, stages=3, q_stages=1, ping_pong=False)
+        return Tile(128, 64, stages=2, q_stages=2, ping_pong=False)
+    return Tile(128, 64, stages=2, q_stages=1, ping_pong=False)
+
+
+def variants(head_dim: int, head_dim_v: int, is_causal: bool) -> tuple[Tile, ...]:
+    """Every tile that ``choose`` can give for these head dimensions: what the build tests compile."""
+    lengths = (512, 1024, 4096)
+    return tuple(dict.fromkeys(choose(head_dim, head_dim_v, is_causal, n, n, 64, 132) for n in lengths))

@@ -1,0 +1,51 @@
+// The copy engine (TMA): boxes of rank-4 tensors, whose dimensions are (column, row, head, batch), into shared memory.
+#pragma once
+#include "types.cuh"
+
+// A box is 64 16-bit columns wide: 128 bytes, which the 128-byte swizzle spreads over the banks.
+constexpr int BOX_COLUMNS = 64;
+constexpr int BOX_ROW_BYTES = 128;
+
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+__device__ __forceinline__ void load_box(const TensorMap& map, uint32_t destination, uint32_t barrier, int column,
+                                         int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(destination),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// Loads ROWS rows of all columns, box by box: box b lies ROWS * 128 bytes after box b - 1. Counts on `barrier`.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void load_rows(const TensorMap& map, uint32_t destination, uint32_t barrier, int row,
+                                          int head, int batch) {
+  constexpr int BOXES = ceil_div(COLUMNS, BOX_COLUMNS);
+  barrier_arrive_expect(barrier, BOXES * ROWS * BOX_ROW_BYTES);
+#pragma unroll
+  for (int box = 0; box < BOXES; ++box)
+    load_box(map, destination + box * ROWS * BOX_ROW_BYTES, barrier, box * BOX_COLUMNS, row, head, batch);
+}
+
+// Stores ROWS rows of all columns, laid out as by load_rows; rows and columns outside the tensor are left out.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_rows(const TensorMap& map, uint32_t source, int row, int head, int batch) {
+#pragma unroll
+  for (int box = 0; box < ceil_div(COLUMNS, BOX_COLUMNS); ++box)
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(source + box * ROWS * BOX_ROW_BYTES), "r"(box * BOX_COLUMNS), "r"(row), "r"(head), "r"(batch)
+                 : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until this thread's stores have read shared memory.
+__device__ __forceinline__ void store_wait() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Makes this thread's writes to shared memory visible to the copy engine, once a barrier has ordered them.
+__device__ __forceinline__ void store_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}

@@ -1,0 +1,77 @@
+"""What a launch hands to Triton's C launcher: pointers or tensor maps in the kernel's order, then what is fixed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from torch_flashbackend.kernels.triton import attention, launch
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Launches end in this list, as (kernel, stream, arguments): nothing is compiled, and no GPU is touched."""
+    calls = []
+
+    def load(self, device):
+        self._device_index = 0
+        self._run = lambda stream, arguments: calls.append((self.name, stream, arguments))
+        for _, tensor_map in self._maps:
+            tensor_map._encode = lambda pointer: ("map", pointer)
+        self._arguments = self._packer()
+        return self
+
+    monkeypatch.setattr(launch.Launch, "load", load)
+    monkeypatch.setattr(launch, "_bind_context", lambda index: None)
+    monkeypatch.setattr(launch, "_current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_current_stream", lambda index: 77)
+    attention._plans.clear()
+    yield calls
+    attention._plans.clear()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_arguments_of_a_forward(launched, dtype, masked):
+    query, key, value, out = (torch.empty(2, 3, length, 64, dtype=dtype) for length in (40, 50, 50, 40))
+    logsumexp = torch.empty(2, 3, 40)
+    mask = torch.ones(40, 50, dtype=torch.bool)[None, None] if masked else None
+    for tensors in ((query, key, value, out), (query.clone(), key.clone(), value.clone(), out.clone())):
+        query, key, value, out = tensors
+        attention.forward(query, key, value, mask, None, 0.0, False, 0.125, out, logsumexp, False)
+        name, stream, arguments = launched.pop()
+        assert (name, stream) == ("attention_forward", 77)
+
+        def streamed(tensor):
+            if dtype == torch.float32:
+                return [tensor.data_ptr()]
+            return [("map", tensor.data_ptr()), *tensor.shape, *tensor.stride()]
+
+        expected = [query.data_ptr(), *streamed(key), *streamed(value), mask.data_ptr() if masked else None]
+        expected += [None, None, out.data_ptr(), logsumexp.data_ptr(), None]  # no lists of the mask's tiles, no seed
+        assert list(arguments[: len(expected)]) == expected
+        rest = arguments[len(expected) :]
+        assert rest[:8] == (*query.stride(), *key.stride())
+        assert 0.125 not in arguments and pytest.approx(0.125 * 1.4426950408889634) in rest
+
+
+def test_a_stream_of_another_device_than_the_current(launched, monkeypatch):
+    monkeypatch.setattr(launch, "_current_device", lambda: 1)
+    entered = []
+
+    class Device:
+        def __init__(self, index):
+            entered.append(index)
+
+        def __enter__(self):
+            monkeypatch.setattr(launch, "_current_stream", lambda index: 88)
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    query = torch.empty(1, 1, 16, 16, dtype=torch.float16)
+    attention.forward(query, query, query, None, None, 0.0, False, 1.0, torch.empty_like(query), None, False)
+    assert entered == [0] and [call[:2] for call in launched] == [("attention_forward", 88)]

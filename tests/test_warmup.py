@@ -1,0 +1,107 @@
+"""Compiling ahead of time, on a machine without the GPU that it is for."""
+
+from __future__ import annotations
+
+import pytest
+
+import torch_flashbackend
+from torch_flashbackend import policy, precompile
+from torch_flashbackend.__main__ import main
+from torch_flashbackend.kernels import KernelUnavailable
+
+SHAPE = (2, 16, 4096, 128)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What would be compiled; nothing is."""
+    found = []
+
+    def cuda(specialisation):
+        found.append(specialisation)
+        return ("flash_forward",)
+
+    def triton(problem, only):
+        found.append((problem.head_dim, problem.is_causal, only))
+        return (only,)
+
+    monkeypatch.setattr(precompile, "_compile_cuda", cuda)
+    monkeypatch.setattr(precompile, "_compile_triton", triton)
+    monkeypatch.setattr(policy, "policies", dict)
+    return found
+
+
+def test_inference_and_training_of_both_kinds(compiled):
+    done = torch_flashbackend.warmup([SHAPE], gpu="NVIDIA H200", backends=["cuda"])
+    assert [(one.backend, one.kernels) for one in done] == [
+        ("cuda", ("flash_forward",)),
+        ("cuda", ("flash_forward", *precompile.BACKWARD)),
+    ] * 2
+    specialisations = [one for one in compiled if hasattr(one, "tile")]
+    assert {(s.head_dim, s.is_causal, s.is_bf16, s.write_lse) for s in specialisations} == {
+        (128, causal, True, lse) for causal in (False, True) for lse in (False, True)
+    }
+
+
+def test_equal_specialisations_are_compiled_once(compiled):
+    shapes = [SHAPE, (4, 16, 4096, 128), (2, 16, 4096, 120)]
+    done = torch_flashbackend.warmup(shapes, gpu="NVIDIA H200", backends=["cuda"], causal=[True], training=[False])
+    assert len(done) == 3 and len(compiled) == 1
+
+
+def test_what_stays_stocks_needs_nothing(compiled):
+    (one,) = torch_flashbackend.warmup([SHAPE], gpu="NVIDIA H200", causal=[True], training=[False])
+    assert (one.backend, one.kernels) == ("stock", ())
+    assert not compiled
+
+
+def test_triton_where_the_cuda_backend_does_not_go(compiled):
+    done = torch_flashbackend.warmup(
+        [SHAPE], gpu="NVIDIA A100", backends=["cuda", "triton"], causal=[True], training=[False]
+    )
+    assert [one.kernels for one in done] == [("attention_forward",)]
+    assert compiled == [(128, True, "attention_forward")]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "words"),
+    [
+        ([(16, 4096, 128)], {"gpu": "NVIDIA H200"}, "a shape is"),
+        ([SHAPE], {"gpu": "Abacus"}, "unknown GPU"),
+        ([SHAPE], {"gpu": "cpu"}, "no GPU here to compile for"),
+        ([SHAPE], {"gpu": "NVIDIA H200", "backends": ["cudnn"]}, "there is no backend"),
+    ],
+)
+def test_what_makes_no_sense_is_a_value_error(compiled, shapes, options, words):
+    with pytest.raises(ValueError, match=words):
+        torch_flashbackend.warmup(shapes, **options)
+
+
+def test_command_line(compiled, capsys):
+    arguments = ["warmup", "--shapes", "2,16,4096,128", "1,8,512,64", "--gpu", "NVIDIA H200", "--backend", "cuda"]
+    assert main([*arguments, "--causal", "--inference", "--dtype", "float16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("query [2, 16, 4096, 128] float16, is_causal on NVIDIA H200: cuda, flash_forward (")
+    assert [(s.head_dim, s.is_bf16) for s in compiled] == [(128, False), (64, False)]
+
+
+def test_command_line_says_what_failed(compiled, capsys, monkeypatch):
+    def fail(specialisation):
+        raise KernelUnavailable("cuda-bindings is not installed")
+
+    monkeypatch.setattr(precompile, "_compile_cuda", fail)
+    assert main(["warmup", "--shapes", "2,16,4096,128", "--gpu", "NVIDIA H200", "--backend", "cuda"]) == 1
+    assert "cuda-bindings is not installed" in capsys.readouterr().err
+    assert main(["warmup", "--shapes", "2,16,4096,512", "--gpu", "NVIDIA H200", "--backend", "cuda"]) == 1
+    assert "head_dim 512" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [precompile.FORWARD, *precompile.BACKWARD])
+def test_triton_kernels_are_those_that_a_call_launches(name):
+    pytest.importorskip("triton")
+    problem = precompile.Problem.from_shapes((2, 8, 256, 64), kv_heads=2, gpu="NVIDIA A100", training=True)
+    assert precompile._compile_triton(problem, name) == (name,)
+
+
+def test_it_is_a_function_whatever_was_imported_first():
+    assert torch_flashbackend.warmup is precompile.warmup

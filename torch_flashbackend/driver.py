@@ -1,0 +1,336 @@
+"""The CUDA driver, as far as our own kernels need it: load a binary, encode tensor maps, launch.
+
+May import torch. Imported by the launchers in ``kernels/cuda``. It calls libcuda by ctypes: with every argument but the
+stream and the pointers prepared, a launch costs 0.3 µs of Python, where cuda.bindings packs and unpacks for 2 to 6 µs.
+Private names of torch: ``torch._C._cuda_getCurrentRawStream`` and ``_cuda_getDevice``, which Inductor's generated code
+calls too, and ``_cuda_isCurrentStreamCapturing``; ``torch.cuda.current_stream(device).cuda_stream``,
+``current_device()`` and ``is_current_stream_capturing()`` are their slow equivalents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .nvrtc import Binary
+
+__all__ = [
+    "DriverError",
+    "LaunchConfig",
+    "TensorMaps",
+    "bind_context",
+    "counters",
+    "current_device",
+    "current_stream",
+    "launch",
+    "load_function",
+]
+
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_CAPTURE_MODE_RELAXED = 2
+_STREAM_NON_BLOCKING = 1
+_INVALID_CONTEXT = (3, 201)  # CUDA_ERROR_NOT_INITIALIZED: no context in this thread; CUDA_ERROR_INVALID_CONTEXT
+_OUT_OF_MEMORY = 2
+_REFUSALS = (1, 701)  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+_STREAM_PER_THREAD = 2
+_MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+_SWIZZLE_128B = 3
+_L2_PROMOTION_256B = 3
+
+_Pointer = ctypes.c_void_p
+# Absent on builds without CUDA, where nothing is launched.
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+
+
+class DriverError(RuntimeError):
+    """A call to the driver failed. `code` is its CUresult."""
+
+    def __init__(self, what: str, code: int) -> None:
+        super().__init__(f"{what} failed: {_error_name(code)}")
+        self.code = code
+
+    @property
+    def is_refusal(self) -> bool:
+        """Did a launch fail for what it asked, and not for an error of earlier work that comes to light here?"""
+        return self.code in _REFUSALS
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", _Pointer),
+        ("attributes", _Pointer),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def _error_name(code: int) -> str:
+    text = ctypes.c_char_p()
+    with contextlib.suppress(OSError, AttributeError):
+        _library().cuGetErrorName(code, ctypes.byref(text))
+    return text.value.decode() if text.value else f"CUresult {code}"
+
+
+def _check(what: str, code: int) -> None:
+    if code == _OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(f"{what}: out of memory")
+    if code:
+        raise DriverError(what, code)
+
+
+# ------------------------------------------------------------------------------------------------------------- contexts
+
+
+def bind_context(device_index: int) -> None:
+    """Make the device's primary context current in this thread if it has none.
+
+    Autograd's own threads may have none: PyTorch sets none where device 0 is wanted and its cache has the memory.
+    """
+    cuda = _library()
+    current, context = _Pointer(), _Pointer()
+    _check("cuInit", cuda.cuInit(0))
+    if cuda.cuCtxGetCurrent(ctypes.byref(current)) or not current:
+        _check("cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device_index))
+        _check("cuCtxSetCurrent", cuda.cuCtxSetCurrent(context))
+
+
+@contextlib.contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    """Loading a module allocates, which is forbidden while this thread captures a graph, unless it says so."""
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    exchange = _library().cuThreadExchangeStreamCaptureMode
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+# -------------------------------------------------------------------------------------------------------------- modules
+
+_functions: dict[tuple[str, str, int], int] = {}
+_lock = threading.Lock()
+
+
+def load_function(binary: Binary, name: str, device_index: int, shared_bytes: int) -> int:
+    """The handle of a kernel (CUfunction) on a device, which may ask for up to `shared_bytes` of dynamic shared memory.
+
+    Loaded once per device and kept until the process ends. Raises DriverError and torch.OutOfMemoryError.
+    """
+    found = _functions.get((binary.key, name, device_index))
+    if found is not None:
+        return found
+    with _lock, torch.cuda.device(device_index):
+        found = _functions.get((binary.key, name, device_index))
+        if found is None:
+            bind_context(device_index)
+            cuda = _library()
+            module, function = _Pointer(), _Pointer()
+            with _relaxed_capture():
+                _check("cuModuleLoadData", cuda.cuModuleLoadData(ctypes.byref(module), binary.cubin))
+                _check("cuModuleGetFunction", cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+                _check(
+                    f"{shared_bytes} bytes of shared memory for {name}",
+                    cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes),
+                )
+                # With lazy loading the code is copied to the GPU by the first launch, if not here.
+                getattr(cuda, "cuFuncLoad", lambda _: 0)(function)
+            found = _functions[binary.key, name, device_index] = function.value or 0
+    return found
+
+
+def _after_fork() -> None:
+    """Nothing of the parent's driver is of any use in a child, and its locks may be held by threads that are gone."""
+    global _lock
+    _lock = threading.Lock()
+    _functions.clear()
+    _of_stream.clear()
+    _unused.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+# ---------------------------------------------------------------------------------------------------------- tensor maps
+
+
+class TensorMaps:
+    """Tensor maps (CUtensorMap) for [B, H, S, D] tensors that differ in nothing but their address.
+
+    The copy engine then takes boxes of `rows` rows and 64 columns of one head at coordinates (column, row, head,
+    batch), and writes them to shared memory in the 128-byte swizzle. Rows and columns outside the tensor are zeros.
+    """
+
+    __slots__ = ("_device_index", "_maps", "_template")
+
+    CAPACITY = 64
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        rows: int,
+        pointer: int,
+        device_index: int,
+    ) -> None:
+        """shape and stride in elements, of rank 4; pointer: some valid address, a multiple of 16.
+
+        Raises DriverError for what the copy engine cannot walk.
+        """
+        self._device_index = device_index
+        self._maps: dict[int, tuple[int, Any]] = {}
+        self._template = _encode(dtype, shape, stride, rows, pointer, device_index)
+
+    def get(self, pointer: int) -> tuple[int, Any]:
+        """Where in host memory the map of the tensor at `pointer` lies, and what must live as long as that is used."""
+        found = self._maps.get(pointer)
+        return self._make(pointer) if found is None else found
+
+    def _make(self, pointer: int) -> tuple[int, Any]:
+        address, memory = _aligned(self._template)
+        replace = _library().cuTensorMapReplaceAddress
+        code = replace(_Pointer(address), _Pointer(pointer))
+        if code in _INVALID_CONTEXT:
+            bind_context(self._device_index)
+            code = replace(_Pointer(address), _Pointer(pointer))
+        _check("cuTensorMapReplaceAddress", code)
+        maps = self._maps
+        if len(maps) >= self.CAPACITY:
+            # The oldest. Another thread may do the same at the same time, so that it is gone already.
+            with contextlib.suppress(KeyError, RuntimeError, StopIteration):
+                del maps[next(iter(maps))]
+        found = maps[pointer] = address, memory
+        return found
+
+
+def _aligned(data: bytes) -> tuple[int, Any]:
+    memory = ctypes.create_string_buffer(len(data) + 63)
+    address = (ctypes.addressof(memory) + 63) & ~63
+    ctypes.memmove(address, data, len(data))
+    return address, memory
+
+
+def _encode(
+    dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], rows: int, pointer: int, device_index: int
+) -> bytes:
+    size = dtype.itemsize
+    batch, heads, seqlen, head_dim = shape
+    # A dimension of size one may have any stride in PyTorch; the copy engine wants a multiple of 16 bytes below 2^40.
+    steps = [16 if n == 1 else step * size for n, step in ((seqlen, stride[2]), (heads, stride[1]), (batch, stride[0]))]
+    address, memory = _aligned(bytes(128))
+    arguments = (
+        _Pointer(address),
+        ctypes.c_int(_MAP_DTYPES[dtype]),
+        ctypes.c_uint(4),
+        _Pointer(pointer),
+        (ctypes.c_uint64 * 4)(head_dim, seqlen, heads, batch),
+        (ctypes.c_uint64 * 3)(*steps),
+        (ctypes.c_uint32 * 4)(64, rows, 1, 1),
+        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+        ctypes.c_int(0),  # not interleaved
+        ctypes.c_int(_SWIZZLE_128B),
+        ctypes.c_int(_L2_PROMOTION_256B),
+        ctypes.c_int(0),  # what lies outside is zero
+    )
+    bind_context(device_index)
+    _check(f"cuTensorMapEncodeTiled for {list(shape)}", _library().cuTensorMapEncodeTiled(*arguments))
+    data = ctypes.string_at(address, 128)
+    del memory
+    return data
+
+
+# ------------------------------------------------------------------------------------------------------------- counters
+
+_SLOT_BYTES, _SLOTS = 32, 2048
+_of_stream: dict[tuple[int, int], int] = {}
+_unused: dict[int, list[int]] = {}
+
+
+def counters(device_index: int, stream: int) -> int:
+    """The address of 32 bytes on the device, zero, for a kernel that leaves them so and is launched on this stream.
+
+    The current stream of the current device. Launches on one stream follow each other and share theirs; one that is
+    captured into a graph has its own, since the graph may be replayed beside anything.
+    """
+    if _is_capturing():
+        return _new_slot(device_index)
+    if stream == _STREAM_PER_THREAD:  # one handle for as many streams as threads
+        stream = -threading.get_ident()
+    found = _of_stream.get((device_index, stream))
+    if found is None:
+        found = _of_stream[device_index, stream] = _new_slot(device_index)
+    return found
+
+
+def _new_slot(device_index: int) -> int:
+    slots = _unused.setdefault(device_index, [])
+    try:
+        return slots.pop()
+    except IndexError:
+        slots.extend(_allocate_zeros(device_index))
+        return slots.pop()
+
+
+def _allocate_zeros(device_index: int) -> list[int]:
+    """A new block of slots, 64 KB, which is never freed. A stream of its own, so that no capture sees it."""
+    cuda = _library()
+    bind_context(device_index)
+    memory, stream = ctypes.c_uint64(), _Pointer()
+    with _relaxed_capture():
+        size = _SLOTS * _SLOT_BYTES
+        _check("cuMemAlloc", cuda.cuMemAlloc_v2(ctypes.byref(memory), ctypes.c_size_t(size)))
+        _check("cuStreamCreate", cuda.cuStreamCreate(ctypes.byref(stream), _STREAM_NON_BLOCKING))
+        code = cuda.cuMemsetD8Async(memory, ctypes.c_ubyte(0), ctypes.c_size_t(size), stream)
+        _check("cuMemsetD8Async", code or cuda.cuStreamSynchronize(stream))
+        cuda.cuStreamDestroy_v2(stream)
+    return [memory.value + slot * _SLOT_BYTES for slot in range(_SLOTS)]
+
+
+# --------------------------------------------------------------------------------------------------------------- launch
+
+
+def launch(config: Any, function: Any, arguments: Any, device_index: int, stream: int) -> None:
+    """Launch on a stream of a device, which must be the current one. Any thread.
+
+    config: a LaunchConfig, whose stream is set here; function: c_void_p of a CUfunction; arguments: c_void_p of an
+    array of pointers to the kernel's parameters. The driver has copied all of these when this returns.
+    Raises DriverError.
+    """
+    config.stream = stream
+    launcher = _launcher or _find_launcher()
+    code = launcher(ctypes.byref(config), function, arguments, None)
+    if code:
+        if code in _INVALID_CONTEXT:
+            bind_context(device_index)
+            code = launcher(ctypes.byref(config), function, arguments, None)
+        _check("cuLaunchKernelEx", code)
+
+
+_launcher: Any = None
+
+
+def _find_launcher() -> Any:
+    global _launcher
+    _launcher = _library().cuLaunchKernelEx
+    return _launcher

@@ -1,0 +1,161 @@
+"""warmup(): compile ahead of time what a list of calls will need, with or without a GPU in the machine.
+
+May import torch, problem.py, routing.py and, when it compiles, the kernels. Imported by the package's `__init__` and by
+the command line. Binaries go where a call looks for them: the CUDA kernels' to the cache of nvrtc.py
+(TORCH_FLASHBACKEND_CACHE), Triton's to its own (TRITON_CACHE_DIR). So an image build fills both.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from . import policy, routing
+from .problem import Problem
+
+__all__ = ["Warmed", "warmup"]
+
+# Where nobody knows the GPU's number of multiprocessors; tiles may depend on it.
+USUAL_SM_COUNT = 132
+# Names of the Triton kernels of a call without a mask.
+FORWARD = "attention_forward"
+BACKWARD = ("attention_backward_query", "attention_backward_key_value")
+
+
+class Warmed(NamedTuple):
+    """What was done for one call. kernels: names of what was compiled, or found compiled; none where stock runs it."""
+
+    call: str
+    backend: str
+    kernels: tuple[str, ...]
+    seconds: float
+
+
+def warmup(
+    shapes: Iterable[Sequence[int]],
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    causal: Sequence[bool] = (False, True),
+    training: Sequence[bool] = (False, True),
+    kv_heads: int | None = None,
+    seqlen_k: int | None = None,
+    head_dim_v: int | None = None,
+    backends: Sequence[str] | None = None,
+    gpu: str | None = None,
+    architecture: str | None = None,
+    workers: int | None = None,
+) -> list[Warmed]:
+    """Compile the kernels of calls without a mask, for every combination of the options, several at once.
+
+    shapes: of queries, [batch, num_heads, seqlen_q, head_dim]. dtypes, causal, training (with gradients, backward
+    included): which to prepare for. kv_heads, seqlen_k, head_dim_v: those of key and value, as the query's if None.
+    backends: as for sdpa_backend; None compiles what the automatic route runs, which is nothing where PyTorch's own
+    kernels are faster. gpu, architecture: the GPU by its name ("NVIDIA H200"), this machine's if None.
+    workers: compilers at once, one for each CPU core if None.
+
+    Tensors are taken to be contiguous; other strides are compiled at their first call where that makes a difference.
+    Raises ValueError for a shape, backend or GPU that makes no sense, RuntimeError where no backend of `backends` takes
+    a call, and KernelUnavailable (a RuntimeError) where a kernel does not compile.
+    """
+    jobs: dict[Any, Callable[[], tuple[str, ...]]] = {}
+    calls = []
+    for shape, dtype, is_causal, gradients in itertools.product(shapes, dtypes, causal, training):
+        if len(shape) != 4:
+            raise ValueError(f"a shape is [batch, num_heads, seqlen_q, head_dim]; got {list(shape)}")
+        problem = Problem.from_shapes(
+            shape, dtype=dtype, kv_heads=kv_heads, seqlen_k=seqlen_k, head_dim_v=head_dim_v, is_causal=is_causal,
+            training=gradients, gpu=gpu, architecture=architecture,
+        )  # fmt: skip
+        if problem.device_type != "cuda":
+            raise ValueError('no GPU here to compile for: name one, for example gpu="NVIDIA H200"')
+        backend = routing.decide(problem, backends).backend
+        found = list(_jobs(problem, backend))
+        jobs.update(found)
+        calls.append((problem, backend, [key for key, _ in found]))
+    took: dict[Any, tuple[tuple[str, ...], float]] = {}
+
+    def run(key: Any) -> None:
+        start = time.perf_counter()
+        names = jobs[key]()
+        took[key] = names, time.perf_counter() - start
+
+    # NVRTC runs without the interpreter's lock; Triton's compiler is Python, and gains nothing.
+    with concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
+        native = [pool.submit(run, key) for key in jobs if key[0] == "cuda"]
+        for key in jobs:
+            if key[0] != "cuda":
+                run(key)
+        for future in native:
+            future.result()
+    return [
+        Warmed(
+            str(problem),
+            backend,
+            tuple(name for key in keys for name in took[key][0]),
+            sum(took[key][1] for key in keys),
+        )
+        for problem, backend, keys in calls
+    ]
+
+
+def _jobs(problem: Problem, backend: str) -> Iterable[tuple[Any, Callable[[], tuple[str, ...]]]]:
+    """(key, what to do) for each compilation that a call needs; equal keys are one compilation."""
+    if backend == "cuda":
+        specialisation = _specialisation(problem)
+        yield ("cuda", specialisation), lambda: _compile_cuda(specialisation)
+    elif backend == "triton":
+        yield ("triton", problem, FORWARD), lambda: _compile_triton(problem, FORWARD)
+    if backend in routing.KERNELS and problem.requires_grad:  # the backward of both is Triton's
+        for name in BACKWARD:
+            yield ("triton", problem, name), functools.partial(_compile_triton, problem, name)
+
+
+def _specialisation(problem: Problem) -> Any:
+    from .kernels.cuda import forward
+
+    measured = policy.policy_for(problem)
+    sm_count = problem.sm_count or (measured.sm_count if measured else None) or USUAL_SM_COUNT
+    return forward.specialise(
+        problem.head_dim, problem.head_dim_v, problem.query_dtype, problem.is_causal, problem.requires_grad,
+        seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
+        batch_heads=problem.query_shape[0] * problem.num_heads, num_sms=sm_count,
+    )  # fmt: skip
+
+
+def _compile_cuda(specialisation: Any) -> tuple[str, ...]:
+    from .kernels.cuda import forward
+
+    specialisation.compile()
+    return (forward.ENTRY,)
+
+
+def _compile_triton(problem: Problem, only: str) -> tuple[str, ...]:
+    from .kernels import KernelUnavailable
+
+    try:
+        from triton.backends.compiler import GPUTarget
+
+        from .kernels.triton import attention
+    except ImportError as error:
+        raise KernelUnavailable(f"Triton is not installed: {error}") from error
+    name = problem.architecture
+    target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[3:]), 32)
+    # How many batches and heads there are is no matter of the compiler's.
+    group = problem.num_heads // problem.num_kv_heads
+    query = torch.empty(1, group, problem.seqlen_q, problem.head_dim, dtype=problem.query_dtype)
+    key, value = (
+        torch.empty(1, 1, problem.seqlen_k, size, dtype=problem.query_dtype)
+        for size in (problem.head_dim, problem.head_dim_v)
+    )
+    compiled = attention.compile_for(
+        target, query, key, value, is_causal=problem.is_causal, scale=problem.head_dim**-0.5,
+        logsumexp=problem.requires_grad, backward=only != FORWARD, only=only,
+    )  # fmt: skip
+    return tuple(compiled)
