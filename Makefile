@@ -23,7 +23,7 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1
 # Likewise the CUDA compiler that CUDA builds of torch bring, for the tests that compile the CUDA kernels.
 NVRTC ?= nvidia-cuda-nvrtc==13.0.88
-EXTRAS ?= test,lint,bench,examples
+EXTRAS ?= test,lint,bench,examples,transformers
 WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
@@ -33,9 +33,11 @@ SOURCES := torch_flashbackend kernels tests examples benchmarks
 
 ifdef NO_VENV
   PY := $(PYTHON)
+  CLANG_FORMAT := clang-format
   STAMP := build/.environment-ready
 else
   PY := $(VENV)/bin/python
+  CLANG_FORMAT := $(VENV)/bin/clang-format
   STAMP := $(VENV)/.environment-ready
 endif
 
@@ -44,7 +46,7 @@ ifdef OFFLINE
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-gpu test-interpreter gpu-test lint format typecheck bench clean
+.PHONY: help setup demo test test-cpu test-gpu test-interpreter test-extended gpu-test lint format typecheck bench clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -83,17 +85,22 @@ test-gpu: $(STAMP)
 test-interpreter: $(STAMP)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) tests/interpreter $(PYTEST_ARGS)
 
+# What is too slow for every change: C++ compilers, many processes.
+test-extended: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m extended tests --ignore=tests/gpu --ignore=tests/interpreter $(PYTEST_ARGS)
+
 gpu-test: $(STAMP)
 	$(PY) -m pytest tests/gpu $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
-	$(VENV_BIN)clang-format --dry-run --Werror kernels/cuda/*.cu kernels/cuda/*.cuh
+	$(CLANG_FORMAT) --dry-run --Werror kernels/cuda/*.cu kernels/cuda/*.cuh
 
 format: $(STAMP)
 	-$(PY) -m ruff check --fix $(SOURCES)
 	$(PY) -m ruff format $(SOURCES)
+	$(CLANG_FORMAT) -i kernels/cuda/*.cu kernels/cuda/*.cuh
 
 typecheck: $(STAMP)
 	$(PY) -m mypy

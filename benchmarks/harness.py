@@ -366,7 +366,9 @@ def parser(description: str, budget_s: int) -> argparse.ArgumentParser:
     options.add_argument(
         "--out", type=Path, default=None, help="results file (default: benchmarks/results/<gpu>_*.json)"
     )
-    options.add_argument("--only", default="", help="measure only cases whose label contains this text")
+    options.add_argument(
+        "--only", default="", help="measure only cases whose label contains one of these texts, separated by commas"
+    )
     return options
 
 

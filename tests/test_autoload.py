@@ -87,6 +87,15 @@ def test_the_module_needs_the_standard_library_only():
 
 
 @installed
+@pytest.mark.parametrize("first", ["override", "stats", "_torch", "selection"])
+def test_a_module_of_ours_imported_before_torch(first):
+    """As a worker does that was spawned with one of our functions."""
+    out, err = run(f"import torch_flashbackend.{first}" + REPORT, "1")
+    assert out == ["True", "16.0"]
+    assert "torch_flashbackend" not in err
+
+
+@installed
 def test_activating_by_name_needs_no_import_of_ours():
     code = """
 import torch

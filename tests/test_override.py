@@ -570,6 +570,55 @@ def test_modes_see_the_operators_that_they_would_see_without_the_plugin():
         assert seen() == ["attention.default"]
 
 
+def test_a_wrapper_with_rules_of_its_own_is_judged_where_they_end(monkeypatch):
+    """Its rules may end in stock's operators by name, as ring attention's do: no mark keeps the kernel hook away."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    marks = []
+
+    class Watched(TwoTensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args, kwargs):
+            marks.append(_torch.thread_mark.stock)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    query, key, value = qkv(1, 2, 8, 16)
+    expected = sdpa(query, key, value)
+    with hooked(leave_all):
+        for _ in range(2):
+            out = sdpa(*(Watched(t, t.clone()) for t in (query, key, value)))
+            torch.testing.assert_close(out.a, expected)
+    assert marks and not any(marks)
+
+
+def test_modes_that_dynamos_guards_overlook_see_the_call(monkeypatch):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        @classmethod
+        def ignore_compile_internals(cls):
+            return True
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    names = []
+
+    def kernel(query, key, value, is_causal, scale):
+        raise AssertionError("past the mode")
+
+    make = override.make_call_hook
+    monkeypatch.setattr("torch_flashbackend.stock.backend", lambda *args: "flash")
+    monkeypatch.setattr(override, "make_call_hook", lambda key, stock, _: make(key, stock, {"flash": kernel}))
+    query, key, value = qkv(1, 2, 8, 16)
+    with hooked(leave_all):
+        sdpa(query, key, value)
+        with Names():
+            sdpa(query, key, value)
+    assert names == ["_scaled_dot_product_flash_attention_for_cpu.default"]
+
+
 def test_function_modes_see_one_call():
     from torch.overrides import TorchFunctionMode
 

@@ -1,12 +1,13 @@
 """The public names of torch_flashbackend, each loaded when it is first used (PEP 562).
 
 Importing this package costs next to nothing: `import torch` itself imports it, through the entry point in autoload.py,
-while torch is still half imported. So nothing may be imported here, torch included.
+while torch is still half imported. So nothing may be imported here, torch included; with one exception, at the end.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -64,3 +65,8 @@ def _offer_to_torch() -> None:
 
 
 _offer_to_torch()
+
+# A program that imports a module of ours before torch: that module would import torch, torch the entry point, and this
+# the same modules again, half imported as they are by then. So torch goes first where the variable asks for the plugin.
+if "torch" not in sys.modules and os.environ.get("TORCH_FLASHBACKEND"):
+    importlib.import_module("torch")

@@ -6,6 +6,7 @@ May import torch only. Imported by problem, stock, routing, verify and the hooks
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from typing import Any
 
@@ -21,6 +22,19 @@ def transforms_active() -> bool:
     If these names go: torch.func.jvp and forward AD would lose tangents silently, so the plugin must not start.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def nested_derivatives() -> bool:
+    """Are two or more derivatives of torch.func active, one within the other? Asked only where `functorch_active`.
+
+    If the names go: False, and second derivatives of torch.func raise as they do in stock.
+    """
+    functorch = torch._C._functorch
+    try:
+        kinds = [interpreter.key() for interpreter in functorch.get_interpreter_stack() or ()]
+        return sum(kind in (functorch.TransformType.Grad, functorch.TransformType.Jvp) for kind in kinds) > 1
+    except AttributeError:
+        return False
 
 
 def sdp_priority_order() -> tuple[int, ...]:
@@ -197,6 +211,56 @@ def allows_tf32() -> bool:
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
 """How many TorchDispatchModes are active (fake tensors, tracing). If it goes: `lambda: 1`, right and slower."""
+
+
+def packaging() -> bool:
+    """Is AOTInductor compiling a program, to be run by a process that may not have this package? For traced calls.
+
+    If the name goes: such packages hold our operators, and cannot be loaded without us.
+    """
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    return virtualized is not None and getattr(virtualized.V, "aot_compilation", False) is True
+
+
+def sharding_depends_on(op: Any, first: int) -> None:
+    """Let DTensor, which remembers how an operator is sharded, tell calls apart by all arguments from `first` on.
+
+    `register_sharding` looks at integers only. If the names go: an operator called with other flags gets outputs that
+    are described wrongly, which test_distributed.py notices.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.op_to_schema_info[op] = RuntimeSchemaInfo(first, needs_pytree=True)
+
+
+def selective_checkpoint() -> bool:
+    """Is selective activation checkpointing, with a policy of the user's, recording or replaying in this thread?
+
+    For traced calls. If the names go: policies that name stock's attention operators do not know ours, and attention
+    is recomputed.
+    """
+    checkpoint = sys.modules.get("torch.utils.checkpoint")
+    if checkpoint is None:
+        return False
+    kinds = (
+        getattr(checkpoint, "_CachingTorchDispatchMode", None),
+        getattr(checkpoint, "_CachedTorchDispatchMode", None),
+    )
+    # A compiled checkpoint without a policy has this one, which asks for no names.
+    wrap = sys.modules.get("torch._higher_order_ops.wrap")
+    no_policy = getattr(wrap, "_always_prefer_recompute", None)
+    stack = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", tuple)
+    return any(
+        type(mode) in kinds and (no_policy is None or getattr(mode, "policy_fn", None) is not no_policy)
+        for mode in stack()
+    )
+
+
+is_wrapper = torch.utils._python_dispatch.is_traceable_wrapper_subclass
+"""Is this a tensor subclass around other tensors, with rules of its own for operators (DTensor)? 70 ns. If it goes:
+`lambda tensor: False`, and ring attention then runs stock's kernels."""
 
 
 class _ThreadMark(threading.local):

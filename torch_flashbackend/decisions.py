@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from . import _torch
+from .integrations import dtensor
 
 __all__ = [
     "CAPACITY",
@@ -256,7 +257,14 @@ def decide(
     from .problem import Problem
 
     verify = verify_module
-    problem = Problem.from_tensors(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, entry=entry)
+    described = (query, key, value, attn_mask)
+    if dtensor.present(*described):
+        # One rank's share of the call, where our operators may run on it; else the DTensors, which nothing here takes.
+        described = dtensor.local_arguments(query, key, value, attn_mask, dropout_p) or described
+    problem = Problem.from_tensors(*described, dropout_p, is_causal, scale, enable_gqa, entry=entry)
+    if described[0] is not query and torch.is_grad_enabled():
+        requires_grad = any(tensor is not None and tensor.requires_grad for tensor in (query, key, value, attn_mask))
+        problem = dataclasses.replace(problem, requires_grad=requires_grad)
     decision = routing.decide(problem, allowed)
     run = None
     if (

@@ -279,7 +279,7 @@ def _sdpa_with_logsumexp(
     return _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, allowed, True)
 
 
-def _under_autocast(op: Any, device_type: str, autocast_key: str) -> Any:
+def under_autocast(op: Any, device_type: str, autocast_key: str) -> Any:
     """What autocast does to stock's op: every floating tensor but float64 in autocast's dtype, inner ops without it."""
 
     def cast_and_call(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any) -> Any:
@@ -305,7 +305,5 @@ _library.impl("sdpa_with_logsumexp", _sdpa_with_logsumexp, "CompositeImplicitAut
 _op = torch.ops.flashbackend.sdpa.default
 _op_with_logsumexp = torch.ops.flashbackend.sdpa_with_logsumexp.default
 for _device_type, _autocast_key in AUTOCAST_DEVICES.items():
-    _library.impl("sdpa", _under_autocast(_op, _device_type, _autocast_key), _autocast_key)
-    _library.impl(
-        "sdpa_with_logsumexp", _under_autocast(_op_with_logsumexp, _device_type, _autocast_key), _autocast_key
-    )
+    _library.impl("sdpa", under_autocast(_op, _device_type, _autocast_key), _autocast_key)
+    _library.impl("sdpa_with_logsumexp", under_autocast(_op_with_logsumexp, _device_type, _autocast_key), _autocast_key)

@@ -219,7 +219,7 @@ def _attention_forward_math(query, key, value, attn_mask, dropout_seed, dropout_
 def _attention_backward_math(grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal,
                              scale, output_mask, backend="triton"):  # fmt: skip
     grads = reference.attention_backward(
-        grad_out, query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed
+        grad_out, query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed, out, logsumexp
     )
     likes = (query, key, value, attn_mask)
     # Copies into the memory order that the fake implementation promises.
@@ -285,16 +285,19 @@ def _gradients(saved, grad_out, options, needed):
         result = reference.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed)
         grads = iter(torch.autograd.grad(result, inputs, grad_out, create_graph=True))
         return tuple(next(grads) if wanted else None for wanted in needed)
+    arguments = (
+        grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, needed,
+    )  # fmt: skip
     try:
-        grads = _below_autograd(
-            _attention_backward, _gradients_cuda,
-            grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, needed,
-            backend,
-        )  # fmt: skip
+        if torch.compiler.is_compiling():
+            # Compiled autograd has Dynamo trace this; no gradient is recorded there.
+            grads = _attention_backward(*arguments, backend)
+        else:
+            grads = _below_autograd(_attention_backward, _gradients_cuda, *arguments, backend)
     except KernelUnavailable as error:
         warnings.warn(f"torch_flashbackend: {error}; the math path computes this backward", stacklevel=2)
         grads = reference.attention_backward(
-            grad_out, query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed
+            grad_out, query, key, value, attn_mask, dropout_p, is_causal, scale, dropout_seed, out, logsumexp
         )
     if check_gradients is not None:
         wanted_three = tuple(grad if wanted else None for grad, wanted in zip(grads[:3], needed[:3], strict=True))

@@ -1,8 +1,8 @@
 """enable() and disable(): the call hook on F.scaled_dot_product_attention, and everything that goes with switching it.
 
-May import `_torch.py`, decisions.py and kernel_hook.py at the top; routing, ops and the kernels are imported by the
-first call that gets that far. Imported by the package's `__init__` and by autoload.py, possibly while torch itself is
-still being imported.
+May import `_torch.py`, decisions.py, kernel_hook.py and integrations/ at the top; routing, ops and the kernels are
+imported by the first call that gets that far. Imported by the package's `__init__` and by autoload.py, possibly while
+torch itself is still being imported.
 
 A call's way: F.scaled_dot_product_attention -> dispatcher (autocast has run) -> `hook` below, at the key
 AutogradCUDA -> a Decision from the cache, or from routing -> ops.run, or stock as if nothing were there.
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _torch, decisions, kernel_hook
+from .integrations import transformers
 
 __all__ = ["activate", "disable", "enable", "is_enabled"]
 
@@ -78,6 +79,7 @@ def activate() -> _Handle:
     with _lock:
         _install("AutogradCUDA", "CUDA")
         assert _installed is not None
+        transformers.register_when_loaded()
         return _Handle(_installed)
 
 
@@ -138,6 +140,7 @@ def _uninstall() -> None:
     finally:
         installation.kernels.unregister()
         installation.cache_tag.restore()
+        transformers.forget()
         _forget_compiled(installation.ops)
 
 
@@ -195,6 +198,8 @@ def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., T
     mark = _torch.thread_mark
     functorch_active = _torch.functorch_active
     function_modes = _torch.function_modes
+    dispatch_modes = _torch.dispatch_modes
+    is_wrapper = _torch.is_wrapper
     profiler_enabled = _torch.profiler_enabled
     exclude_key = _torch.exclude_key
     is_grad_enabled = torch.is_grad_enabled
@@ -247,12 +252,14 @@ def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., T
         for one in recent if attn_mask is None else recent_with_mask:
             if (
                 one.rest == rest
-                # Fails too where a functorch transform, a mode or inference mode is active, by the dispatch keys.
+                # Fails too where a functorch transform or inference mode is active, by the dispatch keys; for modes it
+                # does not always (Dynamo's guards overlook those that say `ignore_compile_internals`).
                 and (one.check(query, key, value) if attn_mask is None else one.check(query, key, value, attn_mask))
                 and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15 == one.alignment
                 and one.order == priority_order()
                 and (one.tf32 is None or one.tf32 == allows_tf32())
                 and forward_ad._current_level < 0
+                and not dispatch_modes()
             ):
                 entry = one.entry
                 known = True
@@ -261,18 +268,27 @@ def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., T
             if functorch_active() or forward_ad._current_level >= 0:
                 # Our autograd function would lose tangents there, without a word.
                 try:
-                    return stock_boxed(
-                        ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-                        enable_gqa=enable_gqa,
-                    )  # fmt: skip
+                    if not _torch.nested_derivatives():
+                        return stock_boxed(
+                            ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                            enable_gqa=enable_gqa,
+                        )  # fmt: skip
                 except NotImplementedError:
-                    # Forward-mode AD, which stock's fused kernels have no formula for; the math path is made of
-                    # operations that do.
-                    decision = decisions.decide(
-                        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, entry="sdpa",
-                        allowed=("math",),
-                    ).decision  # fmt: skip
-                    return _run(decision, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+                    pass
+                # Forward-mode AD and second derivatives, which stock's fused kernels have no formulas for; the math
+                # path is made of operations that do.
+                decision = decisions.decide(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, entry="sdpa",
+                    allowed=("math", "stock"),
+                ).decision  # fmt: skip
+                return _run(decision, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            if dispatch_modes() and _by_stocks_name(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            ):
+                # Not marked as left to stock: what it ends in is for the kernel hook to judge, where there is one.
+                return stock_boxed(
+                    ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
             known = False
             entry = look_up(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         entry.decision.calls += 1
@@ -293,6 +309,11 @@ def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., T
                         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, out
                     )
                 return out
+        if not known and (is_wrapper(query) or is_wrapper(key) or is_wrapper(value)):
+            # The type's own rules come first, and what they end in is the kernel hook's to judge: ring attention, say.
+            return stock_boxed(
+                ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         mark.stock = True
         try:
             if not (known and entry.simple) or function_modes():
@@ -317,6 +338,22 @@ def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., T
             mark.stock = False
 
     return hook
+
+
+def _by_stocks_name(*arguments: Any) -> bool:
+    """Must this call appear under the name of stock's operators, whoever runs them?
+
+    Where a program is packaged for processes that may not have us; and under selective activation checkpointing, whose
+    policies know attention by these names.
+    """
+    if _torch.packaging():
+        return True
+    if not _torch.selective_checkpoint():
+        return False
+    from .problem import Problem
+
+    # The math path is many operators, and none that such a policy would name.
+    return Problem.from_tensors(*arguments).stock_backend not in ("math", "error")
 
 
 def _run(decision: Any, *arguments: Any) -> Tensor:

@@ -77,8 +77,14 @@ def attention_backward(
     is_causal: bool,
     scale: float | None,
     dropout_seed: Tensor | None,
+    out: Tensor | None = None,
+    logsumexp: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of ``attention`` for query, key, value and a float mask, by its formulas, without autograd."""
+    """Gradients of ``attention`` for query, key, value and a float mask, by its formulas, without autograd.
+
+    out, logsumexp: as the kernels take them, the logsumexp [B, H, Sq] or, for a float mask, [2, B, H, Sq]. They count
+    where they are not those of this call: where its keys are a part of all keys (ring attention, attention sinks).
+    """
     scores, wide_value = _scores_and_value(query, key, value, attn_mask, is_causal, scale)
     dtype = scores.dtype
     scale = query.size(-1) ** -0.5 if scale is None else scale
@@ -86,12 +92,18 @@ def attention_backward(
     weights = torch.softmax(scores.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)
     grad_out = grad_out.to(dtype)
     grad_weights = grad_out @ wide_value.transpose(-2, -1)
+    share = None if logsumexp is None else _share_of_all_keys(scores, unseen, logsumexp)
+    if share is not None:
+        weights = weights * share
     kept = weights
     if dropout_p > 0.0:
         factor = dropout_keep(dropout_seed, weights.shape, dropout_p).to(dtype)
         factor = factor / (1.0 - dropout_p) if dropout_p < 1.0 else factor * 0.0
         kept, grad_weights = weights * factor, grad_weights * factor
-    grad_scores = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
+    delta = (weights * grad_weights).sum(-1, keepdim=True)
+    if share is not None and out is not None:
+        delta = torch.where(share == 1.0, delta, (grad_out * out.to(dtype)).sum(-1, keepdim=True))
+    grad_scores = weights * (grad_weights - delta)
     group = query.size(-3) // key.size(-3)
     wide_key = key.to(dtype).repeat_interleave(group, -3)
     grad_query = scale * (grad_scores @ wide_key)
@@ -104,6 +116,14 @@ def attention_backward(
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         grad_mask = grad_scores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
     return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_mask
+
+
+def _share_of_all_keys(scores: Tensor, unseen: Tensor, logsumexp: Tensor) -> Tensor:
+    """What these keys have of each row's probability [B, H, Sq, 1]: exactly 1 where there are no others."""
+    own = torch.logsumexp(scores.masked_fill(unseen, 0.0), -1, keepdim=True).float()
+    total, rest = (logsumexp[0], logsumexp[1]) if logsumexp.dim() == 4 else (logsumexp, torch.zeros_like(logsumexp))
+    share = torch.exp((own - total.unsqueeze(-1)) - rest.unsqueeze(-1))
+    return share.masked_fill(unseen, 1.0).to(scores.dtype)
 
 
 def dropout_keep(seed: Tensor, shape: tuple[int, ...], dropout_p: float) -> Tensor:

@@ -390,6 +390,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
 #pragma unroll
       for (int i = 0; i < HEAD_DIM_V / 2; ++i) out[i] *= rescale[i / 2 % 2];
       pack_probabilities(probabilities, scores);
+      __syncwarp();  // all lanes have read the keys
     }
     release(shared.k_empty(k.stage));
     k.advance();
@@ -410,6 +411,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       stage_out(out, inverse, shared.query + q_stage * Q_BYTES, row_of_warp());
       __syncwarp();
       release(shared.out_full(q_stage));
+      release(shared.q_empty(q_stage));
     } else {
       store_out(out, inverse, tile, tile.first_row + row_of_thread(), params);
     }
@@ -431,7 +433,10 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     const bool accumulate_last = accumulate;
     const Ring<STAGES> v = k.previous();
     const int q_stage = q.stage;
-    if (!STAGE_OUT) release(shared.q_empty(q.stage));
+    if (!STAGE_OUT) {
+      __syncwarp();  // all lanes have read the tile
+      release(shared.q_empty(q.stage));
+    }
     q.advance();
     const bool more = begin_tile();
     accumulate = accumulate_last;
@@ -473,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
     // Stages are filled by one arrival and the copy's bytes, and emptied by one arrival of each consumer warp.
     for (int stage = 0; stage < Q_STAGES; ++stage) {
       barrier_init(shared.q_full(stage), 1);
-      barrier_init(shared.q_empty(stage), STAGE_OUT ? 1 : 4 * CONSUMERS);
+      barrier_init(shared.q_empty(stage), 4 * CONSUMERS + STAGE_OUT);  // and one of the storing warp
       barrier_init(shared.out_full(stage), 4 * CONSUMERS);
     }
     for (int stage = 0; stage < STAGES; ++stage) {

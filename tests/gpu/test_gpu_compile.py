@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,6 +124,94 @@ def test_exported_program(plugin, launched, device, take_everything):
     call = simple_call(1, 4, 128, head_dim=64, device=device, is_causal=True)
     call.query = call.key = call.value = query
     assert (out.double() - attention_float64(call)).abs().max() < 0.03
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("compiled", [False, True])
+def test_policies_of_selective_checkpointing_that_name_stocks_operators(plugin, launched, take_everything, compiled):
+    """Kept by the policy, the forward runs once; recomputed, twice. The kernels are ours both times."""
+    import functools
+
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    named = {
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+
+    def forwards(kept):
+        def policy(context, op, *args, **kwargs):
+            return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.MUST_RECOMPUTE
+
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
+        def function(q, k, v, m):
+            block = lambda *t: F.scaled_dot_product_attention(*t, is_causal=True).relu()  # noqa: E731
+            return checkpoint(block, q * 1.0, k, v, use_reentrant=False, context_fn=contexts)
+
+        torch._dynamo.reset()
+        call = simple_call(2, 4, 256, head_dim=64, is_causal=True)
+        run = torch.compile(function, fullgraph=True) if compiled else function
+        with launched():
+            compiled_results(run, call, gradient_for(call))
+            from torch_flashbackend import ops
+
+            return sum(count for name, count in ops.launch_counts().items() if "forward" in name)
+
+    assert forwards(named) == 1
+    assert forwards(set()) == 2
+
+
+@pytest.mark.cuda_only
+def test_compiled_autograd(plugin, launched, note, take_everything):
+    from torch._dynamo import compiled_autograd
+
+    call = simple_call(2, 4, 256, head_dim=64, is_causal=True).leaves()
+    grad_out = gradient_for(call)
+    inputs = call.differentiable()
+    with launched(), compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        out = call.run()
+        out.backward(grad_out)
+    grads = {name: tensor.grad for name, tensor in inputs.items()}
+    note(check({"out": out.detach(), **grads}, expect(call, grad_out), None, "compiled autograd"))
+
+
+@pytest.mark.cuda_only
+def test_attention_written_by_hand_ends_in_ours_when_inductor_finds_it(plugin, launched, take_everything):
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    query, key, value = (torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+
+    def attention(q, k, v):
+        return (q @ k.transpose(-2, -1) / 8.0).softmax(-1) @ v
+
+    with launched():
+        out = torch.compile(attention, fullgraph=True)(query, key, value)
+    assert counters["inductor"]["fuse_attention"] >= 1
+    expected = attention(query.double(), key.double(), value.double())
+    assert (out.double() - expected).abs().max() < 4e-3
+
+
+@pytest.mark.cuda_only
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_packages_of_aot_inductor_hold_stocks_operators(plugin, take_everything, tmp_path):
+    class Attention(torch.nn.Module):
+        def forward(self, query):
+            return F.scaled_dot_product_attention(query, query * 0.5, query + 1.0, is_causal=True)
+
+    query = torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        program = torch.export.export(Attention(), (query,))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attention.pt2"))
+        expected = Attention()(query)
+        plugin.disable()
+        out = torch._inductor.aoti_load_package(path)(query)
+    package = (tmp_path / "attention.pt2").read_bytes()
+    assert b"flashbackend::attention" not in package and b"flashbackend.attention" not in package
+    torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
 # ---------------------------------------------------------------------------------------------------------- CUDA graphs

@@ -503,6 +503,7 @@ def test_graphs_at_once_beside_eager_calls(plugin):
             assert all(torch.equal(out, expected) for _, _, out in graphs)
             for _, _, out in graphs:
                 out.fill_(torch.nan)
+            torch.cuda.synchronize()  # the graphs' streams do not wait for this one
 
 
 # ---------------------------------------------------------------------------------------------------------------- hooks
@@ -550,7 +551,9 @@ for head_dim in (64, 128, 256):
             key, value = (torch.randn(1, 1, seqlen_k, head_dim, device="cuda", dtype=torch.bfloat16) for _ in "kv")
             with sdpa_backend("cuda"):
                 out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
-            assert out.isfinite().all()
+            if CHECK:
+                assert out.isfinite().all()
+torch.cuda.synchronize()
 print("done")
 """
 
@@ -563,7 +566,9 @@ def test_compute_sanitizer_is_clean(tool):
         pytest.skip("compute-sanitizer is not installed")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kernel_substring=flash_forward"]
+    # To initcheck, what other kernels write and what the copy engine stores is never initialised: nothing may read it.
+    program = f"CHECK = {tool != 'initcheck'}\n{SANITIZED}"
     done = subprocess.run(
-        [*command, sys.executable, "-c", SANITIZED], capture_output=True, text=True, env=environment, timeout=600
+        [*command, sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=600
     )
     assert done.returncode == 0 and "done" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
