@@ -23,10 +23,12 @@
 //
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of BLOCK_M rows, DS_STAGES of dS, all in boxes
 // of 64 columns (tma.cuh); BLOCK_M x HEAD_DIM float32 of staging, in the accumulators' own order.
-// Registers: (HEAD_DIM + HEAD_DIM_V) / 2 for the sums; BLOCK_M / 2 each for S and dP, half of that for P and dS rounded.
+// Registers: (HEAD_DIM + HEAD_DIM_V) / 2 for the sums; STEP_M / 2 each for S and dP, half of that for P and dS rounded;
+// (HEAD_DIM + HEAD_DIM_V) / 4 for keys and values where they are kept there.
 //
-// Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, BLOCK_N, Q_STAGES, DO_STAGES,
-// DS_STAGES, EARLY_SCORES (the next S^T is issued in this step), IS_CAUSAL, IS_BF16, DETERMINISTIC.
+// Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
+// tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES, EARLY_SCORES (the next S^T is issued before this part is done),
+// KEYS_IN_REGISTERS, DELTA_FIRST (dP's accumulators begin with -delta, which saves an addition each), IS_CAUSAL, IS_BF16, DETERMINISTIC.
 #include "barrier.cuh"
 #include "softmax.cuh"
 #include "wgmma.cuh"
@@ -38,7 +40,7 @@ struct BackwardParams {
   const void* grad_out;    // the same shape
   const float* logsumexp;  // [batch, num_heads, logsumexp_pitch], natural logarithm
   void* grad_query;        // [batch, num_heads, seqlen_q, head_dim], last stride 1
-  float* statistics;       // [batch * num_heads * q_tiles, 2, BLOCK_M]: logsumexp in base 2, delta
+  float* statistics;       // [batch * num_heads * q_tiles, 2, BLOCK_M]: logsumexp in base 2, -delta
   float* sums;             // [batch * num_heads * q_tiles, BLOCK_M * HEAD_DIM], in the order of `Piece`
   int* semaphores;         // deterministic only: [batch * num_heads * q_tiles, CONSUMERS]
   int* counters;           // deterministic only: blocks begun, blocks done; both zero between launches
@@ -55,6 +57,10 @@ constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
 constexpr int PREPARE_THREADS = 256;
+
+// A consumer does a query tile in parts, which bounds its registers.
+constexpr int PARTS = BLOCK_M / STEP_M;
+static_assert(BLOCK_M % STEP_M == 0 && STEP_M % 16 == 0);
 
 constexpr int BOXES = ceil_div(HEAD_DIM, BOX_COLUMNS);
 constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
@@ -195,24 +201,44 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
   });
 }
 
-// One warpgroup's share of the products. `key` and `value` are descriptors of its 64 rows.
-__device__ __forceinline__ void scores_product(float (&scores)[BLOCK_M / 2], uint32_t key, uint32_t query) {
-#pragma unroll
-  for (int k = 0; k < HEAD_DIM / 16; ++k)
-    Wgmma<BLOCK_M>::ss(scores, moved(key, column_group<BLOCK_N>(k)), moved(query, column_group<BLOCK_M>(k)), k > 0);
-}
-__device__ __forceinline__ void grad_probabilities_product(float (&grads)[BLOCK_M / 2], uint32_t value,
-                                                           uint32_t grad_out) {
-#pragma unroll
-  for (int k = 0; k < HEAD_DIM_V / 16; ++k)
-    Wgmma<BLOCK_M>::ss(grads, moved(value, column_group<BLOCK_N>(k)), moved(grad_out, column_group<BLOCK_M>(k)), k > 0);
-}
-// sums[64 keys, COLUMNS] += packed[64 keys, BLOCK_M queries] rows[BLOCK_M, COLUMNS]
+// A left operand of 64 rows and COLUMNS columns: a descriptor of it in a tile of keys, or its elements.
 template <int COLUMNS>
-__device__ __forceinline__ void accumulate_product(float (&sums)[COLUMNS / 2], const uint32_t (&packed)[BLOCK_M / 4],
+struct LeftOperand {
+  uint32_t tile;
+  uint32_t words[KEYS_IN_REGISTERS ? COLUMNS / 4 : 1];
+
+  // By a warpgroup, whose rows begin at `first_row`; the tile must have arrived if its elements are to be read.
+  __device__ __forceinline__ void load(uint32_t address, int first_row) {
+    tile = descriptor(address + first_row * BOX_ROW_BYTES, 0);
+    if constexpr (KEYS_IN_REGISTERS) {
+      const int row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, half = threadIdx.x % 32 / 16;
+#pragma unroll
+      for (int k = 0; k < COLUMNS / 16; ++k) {
+        uint32_t a[4];
+        load_matrices(a, chunk_address<BLOCK_N>(address, row, 2 * k + half));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[4 * k + i] = a[i];
+      }
+    }
+  }
+  // result[64 keys, STEP_M queries] (+)= this rows^T, rows [STEP_M, COLUMNS] in a tile of BLOCK_M
+  __device__ __forceinline__ void multiply(float (&result)[STEP_M / 2], uint32_t rows, bool accumulate) const {
+#pragma unroll
+    for (int k = 0; k < COLUMNS / 16; ++k) {
+      const uint32_t right = moved(rows, column_group<BLOCK_M>(k));
+      if constexpr (KEYS_IN_REGISTERS)
+        Wgmma<STEP_M>::rs_rows(result, words + 4 * k, right, accumulate || k > 0);
+      else
+        Wgmma<STEP_M>::ss(result, moved(tile, column_group<BLOCK_N>(k)), right, accumulate || k > 0);
+    }
+  }
+};
+// sums[64 keys, COLUMNS] += packed[64 keys, STEP_M queries] rows[STEP_M, COLUMNS]
+template <int COLUMNS>
+__device__ __forceinline__ void accumulate_product(float (&sums)[COLUMNS / 2], const uint32_t (&packed)[STEP_M / 4],
                                                    uint32_t rows) {
 #pragma unroll
-  for (int k = 0; k < BLOCK_M / 16; ++k)
+  for (int k = 0; k < STEP_M / 16; ++k)
     Wgmma<COLUMNS>::rs(sums, packed + 4 * k, moved(rows, k * 16 * BOX_ROW_BYTES), true);
 }
 // piece[64, PIECE_COLUMNS] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, PIECE_COLUMNS]
@@ -224,9 +250,9 @@ __device__ __forceinline__ void grad_query_product(float (&piece)[PIECE_COLUMNS 
                                      moved(key, k * 16 * BOX_ROW_BYTES), k > 0);
 }
 
-__device__ __forceinline__ void pack_all(uint32_t (&packed)[BLOCK_M / 4], const float (&x)[BLOCK_M / 2]) {
+__device__ __forceinline__ void pack_all(uint32_t (&packed)[STEP_M / 4], const float (&x)[STEP_M / 2]) {
 #pragma unroll
-  for (int i = 0; i < BLOCK_M / 4; ++i) packed[i] = pack(x[2 * i], x[2 * i + 1]);
+  for (int i = 0; i < STEP_M / 4; ++i) packed[i] = pack(x[2 * i], x[2 * i + 1]);
 }
 
 // Two statistics of neighbouring queries.
@@ -237,11 +263,11 @@ __device__ __forceinline__ float2 read_pair(uint32_t address) {
 }
 
 // Hides keys from queries: of this thread's two keys, the first sees columns from `first_0` on, the second `first_1`.
-__device__ __forceinline__ void mask_columns(float (&scores)[BLOCK_M / 2], int first_0, int first_1, int quad_lane) {
+__device__ __forceinline__ void mask_columns(float (&scores)[STEP_M / 2], int first_0, int first_1, int quad_lane) {
   first_0 -= 2 * quad_lane;
   first_1 -= 2 * quad_lane;
 #pragma unroll
-  for (int i = 0; i < BLOCK_M / 2; i += 4) {
+  for (int i = 0; i < STEP_M / 2; i += 4) {
     scores[i] = 2 * i >= first_0 ? scores[i] : -INFINITY_F;
     scores[i + 1] = 2 * i + 1 >= first_0 ? scores[i + 1] : -INFINITY_F;
     scores[i + 2] = 2 * i >= first_1 ? scores[i + 2] : -INFINITY_F;
@@ -251,13 +277,13 @@ __device__ __forceinline__ void mask_columns(float (&scores)[BLOCK_M / 2], int f
 
 // Writes dS^T, of this warp's 16 keys, as rows of queries: the matrices are transposed on their way. `first_key` counts
 // within the tile.
-__device__ __forceinline__ void write_grad_scores(uint32_t tile, const uint32_t (&packed)[BLOCK_M / 4], int first_key) {
+__device__ __forceinline__ void write_grad_scores(uint32_t tile, const uint32_t (&packed)[STEP_M / 4], int first_key) {
   const int lane = threadIdx.x % 32;
   // Word 4 i + m is the 8x8 matrix of keys 8 (m % 2) + 0..7 and queries 16 i + 8 (m / 2) + 0..7.
   const int query = lane / 16 * 8 + lane % 8, chunk = first_key / 8 + lane / 8 % 2;
   const uint32_t address = chunk_address<BLOCK_M>(tile, query, chunk);
 #pragma unroll
-  for (int i = 0; i < BLOCK_M / 16; ++i)
+  for (int i = 0; i < STEP_M / 16; ++i)
     // 16 rows further on the swizzle is the same.
     store_matrices_transposed(address + i * 16 * BOX_ROW_BYTES, packed[4 * i], packed[4 * i + 1], packed[4 * i + 2],
                               packed[4 * i + 3]);
@@ -293,8 +319,6 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   const int lane = threadIdx.x % 32, quad_lane = lane % 4;
   const int warp_row = 64 * warpgroup + threadIdx.x % 128 / 32 * 16;  // first of this warp's keys within the tile
   const Piece piece(warpgroup);
-  const uint32_t key = descriptor(shared.key + warpgroup * 64 * BOX_ROW_BYTES, 0);
-  const uint32_t value = descriptor(shared.value + warpgroup * 64 * BOX_ROW_BYTES, 0);
   const uint32_t key_columns = descriptor(shared.key + piece.first_column / BOX_COLUMNS * BLOCK_N * BOX_ROW_BYTES,
                                           BLOCK_N * BOX_ROW_BYTES);
   const int first_key = work.k_tile * BLOCK_N + 64 * warpgroup;
@@ -306,19 +330,21 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   Ring<DS_STAGES> s;
   uint32_t sent_phase = 1;  // the staging buffer is free at first
   float grad_key[HEAD_DIM / 2] = {}, grad_value[HEAD_DIM_V / 2] = {};
-  float scores[BLOCK_M / 2];
+  float scores[STEP_M / 2];
+  LeftOperand<HEAD_DIM> key;
+  LeftOperand<HEAD_DIM_V> value;
 
   const auto release = [&](uint32_t barrier) {
     if (lane == 0) barrier_arrive(barrier);
   };
-  const auto issue_scores = [&](int stage) {
+  const auto issue_scores = [&](int part) {
     wgmma_fence();
-    scores_product(scores, key, descriptor(shared.query + stage * Q_BYTES, 0));
+    key.multiply(scores, descriptor(shared.query + q.stage * Q_BYTES + part * STEP_M * BOX_ROW_BYTES, 0), false);
     wgmma_commit();
   };
   // Keys past the end would only add zeros, but exp2 of their scores may be infinite.
   const auto mask_scores = [&](int first_row) {
-    const int hidden = BLOCK_M + 1;
+    const int hidden = STEP_M + 1;
     const int first_0 = IS_CAUSAL ? thread_key - first_row : 0, first_1 = IS_CAUSAL ? first_0 + 8 : 0;
     mask_columns(scores, thread_key < params.seqlen_k ? first_0 : hidden,
                  thread_key + 8 < params.seqlen_k ? first_1 : hidden, quad_lane);
@@ -327,58 +353,75 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   // One query tile, whose first row is `first_row`. `more`: it is not the last one.
   const auto step = [&](int first_row, auto more) {
     constexpr bool MORE = decltype(more)::value;
-    const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + quad_lane * 8;
-    if (!EARLY_SCORES) {
-      barrier_wait(shared.q_full(q.stage), q.phase);
-      issue_scores(q.stage);
-    }
-    barrier_wait(shared.do_full(d.stage), d.phase);
-    const uint32_t grad_out = shared.grad_out + d.stage * DO_BYTES;
-    float grads[BLOCK_M / 2];
-    wgmma_fence();
-    grad_probabilities_product(grads, value, descriptor(grad_out, 0));
-    wgmma_commit();
-    if (!EARLY_SCORES) wgmma_wait<1>();
-
-    if (ends || (IS_CAUSAL && first_row < first_key + 63)) mask_scores(first_row);
-#pragma unroll
-    for (int i = 0; i < BLOCK_M / 2; i += 4) {
-      const float2 logsumexp = read_pair(statistics + 8 * i);
-      scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -logsumexp.x));
-      scores[i + 1] = exp2_approx(fmaf(scores[i + 1], scale_log2, -logsumexp.y));
-      scores[i + 2] = exp2_approx(fmaf(scores[i + 2], scale_log2, -logsumexp.x));
-      scores[i + 3] = exp2_approx(fmaf(scores[i + 3], scale_log2, -logsumexp.y));
-    }
-    uint32_t probabilities[BLOCK_M / 4];
-    pack_all(probabilities, scores);
-    wgmma_wait<0>();
-    wgmma_fence();
-    accumulate_product<HEAD_DIM_V>(grad_value, probabilities, descriptor(grad_out, BLOCK_M * BOX_ROW_BYTES));
-    wgmma_commit();
-
-#pragma unroll
-    for (int i = 0; i < BLOCK_M / 2; i += 4) {
-      const float2 delta = read_pair(statistics + BLOCK_M * 4 + 8 * i);
-      grads[i] = scores[i] * (grads[i] - delta.x);
-      grads[i + 1] = scores[i + 1] * (grads[i + 1] - delta.y);
-      grads[i + 2] = scores[i + 2] * (grads[i + 2] - delta.x);
-      grads[i + 3] = scores[i + 3] * (grads[i + 3] - delta.y);
-    }
-    uint32_t grad_scores[BLOCK_M / 4];
-    pack_all(grad_scores, grads);
-    // With two buffers, who writes one has passed the barrier below after all have read it: a step ago.
-    if (DS_STAGES == 1) named_sync(2, 128 * CONSUMERS);
-    write_grad_scores(shared.grad_scores + s.stage * DS_BYTES, grad_scores, warp_row);
-    store_fence();
-    wgmma_fence();
-    accumulate_product<HEAD_DIM>(grad_key, grad_scores,
-                                 descriptor(shared.query + q.stage * Q_BYTES, BLOCK_M * BOX_ROW_BYTES));
-    wgmma_commit();
-    named_sync(1, 128 * CONSUMERS);
+    const uint32_t grad_scores_tile = shared.grad_scores + s.stage * DS_BYTES;
     float columns[PIECE_COLUMNS / 2];
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const bool last_part = part == PARTS - 1;
+      const uint32_t rows = part * STEP_M * BOX_ROW_BYTES;
+      const uint32_t query = shared.query + q.stage * Q_BYTES + rows;
+      const uint32_t grad_out = shared.grad_out + d.stage * DO_BYTES + rows;
+      const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + part * STEP_M * 4 + quad_lane * 8;
+      if (!EARLY_SCORES) {
+        if (part == 0) barrier_wait(shared.q_full(q.stage), q.phase);
+        issue_scores(part);
+      }
+      if (part == 0) barrier_wait(shared.do_full(d.stage), d.phase);
+      float grads[STEP_M / 2];
+      if constexpr (DELTA_FIRST) {
+#pragma unroll
+        for (int i = 0; i < STEP_M / 2; i += 2) {
+          const float2 negative = read_pair(statistics + BLOCK_M * 4 + 8 * (i & ~3));
+          grads[i] = negative.x;
+          grads[i + 1] = negative.y;
+        }
+      }
+      wgmma_fence();
+      value.multiply(grads, descriptor(grad_out, 0), DELTA_FIRST);
+      wgmma_commit();
+      if (!EARLY_SCORES) wgmma_wait<1>();
+
+      if (ends || (IS_CAUSAL && first_row + part * STEP_M < first_key + 63)) mask_scores(first_row + part * STEP_M);
+#pragma unroll
+      for (int i = 0; i < STEP_M / 2; i += 4) {
+        const float2 logsumexp = read_pair(statistics + 8 * i);
+        scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -logsumexp.x));
+        scores[i + 1] = exp2_approx(fmaf(scores[i + 1], scale_log2, -logsumexp.y));
+        scores[i + 2] = exp2_approx(fmaf(scores[i + 2], scale_log2, -logsumexp.x));
+        scores[i + 3] = exp2_approx(fmaf(scores[i + 3], scale_log2, -logsumexp.y));
+      }
+      uint32_t probabilities[STEP_M / 4];
+      pack_all(probabilities, scores);
+      wgmma_wait<0>();
+      wgmma_fence();
+      accumulate_product<HEAD_DIM_V>(grad_value, probabilities, descriptor(grad_out, BLOCK_M * BOX_ROW_BYTES));
+      wgmma_commit();
+
+#pragma unroll
+      for (int i = 0; i < STEP_M / 2; i += 4) {
+        const float2 negative = DELTA_FIRST ? float2{0.0f, 0.0f} : read_pair(statistics + BLOCK_M * 4 + 8 * i);
+        grads[i] = scores[i] * (grads[i] + negative.x);
+        grads[i + 1] = scores[i + 1] * (grads[i + 1] + negative.y);
+        grads[i + 2] = scores[i + 2] * (grads[i + 2] + negative.x);
+        grads[i + 3] = scores[i + 3] * (grads[i + 3] + negative.y);
+      }
+      uint32_t grad_scores[STEP_M / 4];
+      pack_all(grad_scores, grads);
+      // With two buffers, who writes one has passed the barrier below after all have read it: a step ago.
+      if (DS_STAGES == 1 && part == 0) named_sync(2, 128 * CONSUMERS);
+      write_grad_scores(grad_scores_tile + rows, grad_scores, warp_row);
+      if (last_part) store_fence();
+      wgmma_fence();
+      accumulate_product<HEAD_DIM>(grad_key, grad_scores, descriptor(query, BLOCK_M * BOX_ROW_BYTES));
+      wgmma_commit();
+      if (!last_part) {
+        if (EARLY_SCORES) issue_scores(part + 1);
+        wgmma_wait<0>();
+      }
+    }
+    named_sync(1, 128 * CONSUMERS);
     wgmma_fence();
-    grad_query_product(
-        columns, descriptor(shared.grad_scores + s.stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0), key_columns);
+    grad_query_product(columns, descriptor(grad_scores_tile + piece.first_row * BOX_ROW_BYTES, 0), key_columns);
     wgmma_commit();
     s.advance();
     wgmma_wait<1>();  // the sums of keys and values
@@ -399,7 +442,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     };
     if constexpr (EARLY_SCORES && MORE) {
       barrier_wait(shared.q_full(q.stage), q.phase);
-      issue_scores(q.stage);
+      issue_scores(0);
       wgmma_wait<1>();
       stage_columns();
       wgmma_wait<0>();
@@ -413,12 +456,14 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   int left = work.tiles(params) * (params.num_heads / params.num_kv_heads);
   if (left > 0) {
     barrier_wait(shared.k_full(), 0);
+    key.load(shared.key, 64 * warpgroup);
     if (EARLY_SCORES) {
       barrier_wait(shared.q_full(q.stage), q.phase);
-      issue_scores(q.stage);
+      issue_scores(0);
       wgmma_wait<0>();
     }
     barrier_wait(shared.v_full(), 0);
+    value.load(shared.value, 64 * warpgroup);
     int first_row = last_row;
 #pragma unroll 1
     for (; left > 1; --left) {
@@ -525,7 +570,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
     if (lane == 0) {
       // Rows past the end have probability zero everywhere.
       statistics[row] = this_row < params.seqlen_q ? logsumexp[this_row] * 1.4426950408889634f : INFINITY_F;
-      statistics[BLOCK_M + row] = delta;
+      statistics[BLOCK_M + row] = -delta;
     }
   }
   float4* sums = (float4*)(params.sums + number * (BLOCK_M * HEAD_DIM));

@@ -37,6 +37,14 @@ struct Wgmma<{n}> {{
         : {outputs}
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
   }}
+  static __device__ __forceinline__ void rs_rows(float (&d)[{count}], const uint32_t* a, uint32_t b, int accumulate) {{
+    asm volatile(
+        "{{\\n.reg .pred p;\\n.reg .b64 b;\\nsetp.ne.b32 p, %{c5}, 0;\\nmov.b64 b, {{%{c4}, {high}}};\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{type}.{type} {{{registers}}}, "
+        "{{%{c0}, %{c1}, %{c2}, %{c3}}}, b, p, 1, 1, 0;\\n}}\\n"
+        : {outputs}
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
+  }}
 }};
 """
 # Upper half of every matrix descriptor: 128-byte swizzle, groups of 8 rows 1024 bytes apart.

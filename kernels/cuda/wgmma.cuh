@@ -5,6 +5,8 @@
 //   Wgmma<N>::ss_columns(d, a, b, accumulate)
 //                                       d[64, N] (+)= a[64, 16] b[16, N]     both from shared memory, b with N contiguous
 //   Wgmma<N>::rs(d, a, b, accumulate)   d[64, N] (+)= a[64, 16] b[16, N]     a in registers, b with N contiguous
+//   Wgmma<N>::rs_rows(d, a, b, accumulate)
+//                                       d[64, N] (+)= a[64, 16] b[N, 16]^T   a in registers, b with 16 contiguous
 #pragma once
 #include "tma.cuh"
 
