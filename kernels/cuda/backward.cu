@@ -399,11 +399,15 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
 
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
-        const float2 negative = DELTA_FIRST ? float2{0.0f, 0.0f} : read_pair(statistics + BLOCK_M * 4 + 8 * i);
-        grads[i] = scores[i] * (grads[i] + negative.x);
-        grads[i + 1] = scores[i + 1] * (grads[i + 1] + negative.y);
-        grads[i + 2] = scores[i + 2] * (grads[i + 2] + negative.x);
-        grads[i + 3] = scores[i + 3] * (grads[i + 3] + negative.y);
+        if constexpr (!DELTA_FIRST) {
+          const float2 negative = read_pair(statistics + BLOCK_M * 4 + 8 * i);
+          grads[i] += negative.x;
+          grads[i + 1] += negative.y;
+          grads[i + 2] += negative.x;
+          grads[i + 3] += negative.y;
+        }
+#pragma unroll
+        for (int j = i; j < i + 4; ++j) grads[j] *= scores[j];
       }
       uint32_t grad_scores[STEP_M / 4];
       pack_all(grad_scores, grads);

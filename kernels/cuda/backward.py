@@ -326,6 +326,11 @@ def walkable(*tensors: torch.Tensor) -> bool:
     return True
 
 
+def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Are there kernels for these head dimensions?"""
+    return query.size(3) <= MAX_HEAD_DIM and value.size(3) <= MAX_HEAD_DIM
+
+
 _MAX_PLANS = 4096
 # A plan that cannot be made stays so: compiling is not tried again with every call.
 _plans: dict[tuple, Plan | KernelUnavailable] = {}
