@@ -28,7 +28,8 @@
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
 // tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES, EARLY_SCORES (the next S^T is issued before this part is done),
-// KEYS_IN_REGISTERS, DELTA_FIRST (dP's accumulators begin with -delta, which saves an addition each), IS_CAUSAL, IS_BF16, DETERMINISTIC.
+// KEYS_IN_REGISTERS, DELTA_FIRST (dP's accumulators begin with -delta, which saves an addition each), IS_CAUSAL,
+// IS_BF16, DETERMINISTIC.
 #include "barrier.cuh"
 #include "softmax.cuh"
 #include "wgmma.cuh"
@@ -319,8 +320,8 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   const int lane = threadIdx.x % 32, quad_lane = lane % 4;
   const int warp_row = 64 * warpgroup + threadIdx.x % 128 / 32 * 16;  // first of this warp's keys within the tile
   const Piece piece(warpgroup);
-  const uint32_t key_columns = descriptor(shared.key + piece.first_column / BOX_COLUMNS * BLOCK_N * BOX_ROW_BYTES,
-                                          BLOCK_N * BOX_ROW_BYTES);
+  const uint32_t key_columns =
+      descriptor(shared.key + piece.first_column / BOX_COLUMNS * BLOCK_N * BOX_ROW_BYTES, BLOCK_N * BOX_ROW_BYTES);
   const int first_key = work.k_tile * BLOCK_N + 64 * warpgroup;
   const int thread_key = work.k_tile * BLOCK_N + warp_row + lane / 4;  // and thread_key + 8
   const bool ends = first_key + 64 > params.seqlen_k;
@@ -490,11 +491,11 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    flash_backward(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
-                   const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap grad_out_map,
-                   const __grid_constant__ TensorMap grad_key_map, const __grid_constant__ TensorMap grad_value_map,
-                   const __grid_constant__ BackwardParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
+    const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
+    const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap grad_out_map,
+    const __grid_constant__ TensorMap grad_key_map, const __grid_constant__ TensorMap grad_value_map,
+    const __grid_constant__ BackwardParams params) {
   // The swizzle counts from multiples of 1024 bytes.
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
@@ -546,15 +547,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 }
 
 // One block for each query tile of each head. Eight lanes share a row.
-extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
-    flash_backward_prepare(const __grid_constant__ BackwardParams params) {
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_prepare(
+    const __grid_constant__ BackwardParams params) {
   const int64_t number = blockIdx.x;
   const int q_tile = blockIdx.x % params.q_tiles, head = blockIdx.x / params.q_tiles % params.num_heads;
   const int batch = blockIdx.x / params.q_tiles / params.num_heads;
-  const uint8_t* out = (const uint8_t*)params.out +
-                       2 * (batch * params.out_stride_batch + head * params.out_stride_head);
-  const uint8_t* grad_out = (const uint8_t*)params.grad_out +
-                            2 * (batch * params.grad_out_stride_batch + head * params.grad_out_stride_head);
+  const uint8_t* out =
+      (const uint8_t*)params.out + 2 * (batch * params.out_stride_batch + head * params.out_stride_head);
+  const uint8_t* grad_out =
+      (const uint8_t*)params.grad_out + 2 * (batch * params.grad_out_stride_batch + head * params.grad_out_stride_head);
   const float* logsumexp = params.logsumexp + ((int64_t)batch * params.num_heads + head) * params.logsumexp_pitch;
   float* statistics = params.statistics + number * (2 * BLOCK_M);
   const int lane = threadIdx.x % 8;
@@ -585,18 +586,17 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
 }
 
 // One block for each query tile of each head; threads hold what they held in the main kernel.
-extern "C" __global__ void __launch_bounds__(128 * CONSUMERS)
-    flash_backward_finish(const __grid_constant__ BackwardParams params) {
+extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
+    const __grid_constant__ BackwardParams params) {
   const int64_t number = blockIdx.x;
   const int q_tile = blockIdx.x % params.q_tiles, head = blockIdx.x / params.q_tiles % params.num_heads;
   const int batch = blockIdx.x / params.q_tiles / params.num_heads;
   const Piece piece(threadIdx.x / 128);
   const int lane = threadIdx.x % 32;
-  const float4* sums =
-      (const float4*)(params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset) + threadIdx.x % 128;
+  const float4* sums = (const float4*)(params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset) + threadIdx.x % 128;
   const int first_row = q_tile * BLOCK_M + piece.first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
-  uint8_t* grad_query = (uint8_t*)params.grad_query +
-                        2 * (batch * params.grad_query_stride_batch + head * params.grad_query_stride_head);
+  uint8_t* grad_query =
+      (uint8_t*)params.grad_query + 2 * (batch * params.grad_query_stride_batch + head * params.grad_query_stride_head);
 #pragma unroll
   for (int group = 0; group < PIECE_COLUMNS / 8; group += 4) {
     uint32_t words[2][4];

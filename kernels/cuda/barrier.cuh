@@ -58,8 +58,8 @@ __device__ __forceinline__ void named_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
-// Semaphores in global memory, by one thread: waits until it has reached `count`; adds one once all that this thread has
-// written, bulk reductions that it has waited for included, is visible to others.
+// Semaphores in global memory, by one thread: waits until it has reached `count`; adds one once all that this thread
+// has written, bulk reductions that it has waited for included, is visible to others.
 __device__ __forceinline__ void semaphore_wait(const int* semaphore, int count) {
   int found;
   do {

@@ -1,7 +1,7 @@
 """The one table of tile sizes of the Hopper kernels.
 
-May import nothing. Imported by ``forward.py`` and ``backward.py``. No entry depends on a number of multiprocessors: H100, H200, H20, GH200
-and slices of them are all sm_90.
+May import nothing. Imported by ``forward.py`` and ``backward.py``. No entry depends on a number of multiprocessors:
+H100, H200, H20, GH200 and slices of them are all sm_90.
 """
 
 from __future__ import annotations

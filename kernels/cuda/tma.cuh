@@ -44,10 +44,10 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, uint32_t source
 template <int BYTES>
 __device__ __forceinline__ void load_bytes(const void* source, uint32_t destination, uint32_t barrier) {
   barrier_arrive_expect(barrier, BYTES);
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   destination),
-               "l"(source), "n"(BYTES), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+      "l"(source), "n"(BYTES), "r"(barrier)
+      : "memory");
 }
 
 // Adds float32 numbers to global memory: a multiple of 16 bytes, at addresses that are.
