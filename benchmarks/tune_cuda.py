@@ -44,6 +44,9 @@ SECONDS_PER_CHECK = 20.0
 
 def candidates(head_dim: int) -> list[BackwardTile]:
     """What is tried, the simplest first."""
+    if head_dim > 128:
+        wide = BackwardTile(64, 64, 64)
+        return [wide, dataclasses.replace(wide, ds_stages=1)]
     if head_dim <= 64:
         plain = BackwardTile(128, 128, 64, early_scores=False)
         early = dataclasses.replace(plain, early_scores=True)
@@ -275,7 +278,7 @@ def time_problem(head_dim: int, is_causal: bool, seqlen: int, right: list[Candid
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--only", default="128,64", help="head dimensions")
+    parser.add_argument("--only", default="128,64,256", help="head dimensions")
     parser.add_argument("--lengths", default="4096,512,16384,1024")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no further problem is begun")

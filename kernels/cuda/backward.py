@@ -1,9 +1,10 @@
-"""The host side of the Hopper backward kernels, ``backward.cu``: what to compile for a call, and how to launch it.
+"""The host side of the Hopper backward kernels: what to compile for a call, and how to launch it.
 
 May import torch, ``nvrtc.py``, ``driver.py`` and this folder. Imported by ``torch_flashbackend.ops`` and the warm-up.
 
 As ``forward.py``: a ``Specialisation``, a ``Plan`` for tensors of these shapes and strides, and the launches, which
-patch pointers in. Three kernels in one binary: they prepare, compute, and finish the query's gradient.
+patch pointers in. Three kernels in one binary: they prepare, compute, and finish the query's gradient. The second is
+``backward.cu`` or, for a head_dim above 128, ``backward_wide.cu``.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from .. import KernelUnavailable, launch_counts
 from . import forward, tiles
 from .tiles import BackwardTile
 
-SOURCE = Path(__file__).parent / "backward.cu"
+FOLDER = Path(__file__).parent
 PREPARE, MAIN, FINISH = ENTRIES = ("flash_backward_prepare", "flash_backward", "flash_backward_finish")
-MAX_HEAD_DIM = 128
+MAX_HEAD_DIM = 256
 
 for _entry in ENTRIES:
     launch_counts.setdefault(_entry, 0)
@@ -73,7 +74,7 @@ class BackwardParams(ctypes.Structure):
 
 
 class Specialisation(NamedTuple):
-    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 128."""
+    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256."""
 
     head_dim: int
     head_dim_v: int
@@ -84,7 +85,7 @@ class Specialisation(NamedTuple):
 
     @property
     def defines(self) -> dict[str, int]:
-        """The macros that ``backward.cu`` is compiled with."""
+        """The macros that the kernels are compiled with."""
         tile = self.tile
         return {
             "HEAD_DIM": self.head_dim,
@@ -109,21 +110,40 @@ class Specialisation(NamedTuple):
         tile, padded, padded_v = self.tile, _round_up(self.head_dim, 64), _round_up(self.head_dim_v, 64)
         keys = tile.block_n * (padded + padded_v) * 2
         queries = tile.block_m * (tile.q_stages * (padded * 2 + 8) + tile.do_stages * padded_v * 2)
-        grads = tile.block_m * (tile.ds_stages * tile.block_n * 2 + self.head_dim * 4)
-        return keys + queries + grads + 1024
+        grads = tile.block_m * tile.ds_stages * tile.block_n * 2
+        # P on its way to the other warpgroup, or the query's gradient on its way to global memory; both are float32.
+        handed = tile.block_m * (tile.block_n if self.is_wide else self.head_dim) * 4
+        return keys + queries + grads + handed + 1024
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the sums of the keys' and values' gradients need a warpgroup each."""
+        return max(self.head_dim, self.head_dim_v) > 128
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block of the main kernel."""
+        return 512 if self.is_wide else self.tile.num_threads
 
     @property
     def source(self) -> nvrtc.Source:
         """What to compile."""
         from . import instructions
 
-        # Of a tile of the query's gradient a warpgroup computes 64 rows or whole boxes of 64 columns.
-        boxes = _round_up(self.head_dim, 64) // 64
-        split_rows = self.tile.block_m == self.tile.block_n
-        piece = self.head_dim if split_rows else 64 * boxes // self.tile.num_warpgroups
-        columns, dtype = (self.tile.step_m, self.head_dim, self.head_dim_v, piece), "bf16" if self.is_bf16 else "f16"
-        headers = forward._headers(SOURCE.parent) | {instructions.HEADER_NAME: instructions.header(columns, dtype)}
-        return nvrtc.Source(MAIN, SOURCE.read_text(), headers, self.defines, forward.ARCHITECTURE)
+        tile = self.tile
+        columns = {tile.step_m}
+        for size in (self.head_dim, self.head_dim_v):  # at most 128 at a time
+            columns |= {min(size, 128), size % 128}
+        if self.is_wide:
+            columns |= {64, self.head_dim % 64}
+        elif tile.block_m == tile.block_n:  # a warpgroup computes 64 rows of the query's gradient
+            columns |= {self.head_dim}
+        else:  # or whole boxes of 64 columns
+            columns |= {_round_up(self.head_dim, 64) // tile.num_warpgroups}
+        dtype = "bf16" if self.is_bf16 else "f16"
+        generated = {instructions.HEADER_NAME: instructions.header(columns - {0}, dtype)}
+        text = (FOLDER / ("backward_wide.cu" if self.is_wide else "backward.cu")).read_text()
+        return nvrtc.Source(MAIN, text, forward._headers(FOLDER) | generated, self.defines, forward.ARCHITECTURE)
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
@@ -136,7 +156,7 @@ class Specialisation(NamedTuple):
 def specialise(
     head_dim: int, head_dim_v: int, dtype: torch.dtype, is_causal: bool, deterministic: bool
 ) -> Specialisation:
-    """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 128."""
+    """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256."""
     padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
     tile = tiles.choose_backward(padded, padded_v, is_causal)
     return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, deterministic, tile)
@@ -261,7 +281,7 @@ class Plan:
         )
         self._configs = [
             driver.LaunchConfig((all_q_tiles, 1, 1), (_PREPARE_THREADS, 1, 1), 0, None, None, 0),
-            driver.LaunchConfig((blocks, 1, 1), (tile.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
+            driver.LaunchConfig((blocks, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
             driver.LaunchConfig((all_q_tiles, 1, 1), (128 * tile.num_warpgroups, 1, 1), 0, None, None, 0),
         ]
         self._frames: list[_Frame] = []
@@ -326,11 +346,6 @@ def walkable(*tensors: torch.Tensor) -> bool:
     return True
 
 
-def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Are there kernels for these head dimensions?"""
-    return query.size(3) <= MAX_HEAD_DIM and value.size(3) <= MAX_HEAD_DIM
-
-
 _MAX_PLANS = 4096
 # A plan that cannot be made stays so: compiling is not tried again with every call.
 _plans: dict[tuple, Plan | KernelUnavailable] = {}
@@ -344,7 +359,7 @@ def backward(
 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], out and grad_out
     [B, H, seqlen_q, Dv], ``aligned`` and ``walkable``; float16 or bfloat16, all sizes positive, D and Dv multiples of 8
-    up to 128, softmax_scale finite and positive. logsumexp float32 [B, H, at least seqlen_q], contiguous, natural
+    up to 256, softmax_scale finite and positive. logsumexp float32 [B, H, at least seqlen_q], contiguous, natural
     logarithm. deterministic: bit by bit the same result for the same call. Raises KernelUnavailable before any launch.
     """
     tensors = query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value

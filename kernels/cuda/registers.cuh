@@ -49,6 +49,17 @@ __device__ __forceinline__ void store_four(uint32_t address, const float* x) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
                : "memory");
 }
+__device__ __forceinline__ float4 read_four(uint32_t address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address));
+  return x;
+}
+// Adds to global memory.
+__device__ __forceinline__ void reduce_four(float* address, const float* x) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
+}
 __device__ __forceinline__ uint4 load_eight(const uint8_t* address) {
   uint4 x;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -104,7 +104,9 @@ class BackwardTile:
 
 
 def choose_backward(head_dim: int, head_dim_v: int, is_causal: bool) -> BackwardTile:
-    """The tile of the backward for a call; head_dim and head_dim_v are multiples of 16, at most 128."""
+    """The tile of the backward for a call; head_dim and head_dim_v are multiples of 16, at most 256."""
+    if max(head_dim, head_dim_v) > 128:
+        return BackwardTile(64, 64, 64)  # the kernel in which warpgroups have roles
     if head_dim <= 64:
         return BackwardTile(128, 128, 64, keys_in_registers=head_dim_v <= 64)
     return BackwardTile(64, 128, 64)

@@ -80,26 +80,28 @@ def check_gradients(plugin, hopper, note):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_one_tile_and_many(check_gradients, head_dim, dtype, is_causal):
     for shape in ((1, 1, 128, 128), (1, 1, 256, 256), (2, 3, 512, 512), (1, 2, 1024, 1024)):
         check_gradients(simple_call(*shape, head_dim, dtype=dtype, is_causal=is_causal))
 
 
-@pytest.mark.parametrize("head_dim", range(8, 129, 8))
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_head_dim(check_gradients, head_dim):
     dtype = DTYPES[head_dim // 8 % 2]
     for is_causal in (False, True):
         check_gradients(simple_call(2, 3, 333, 400, head_dim, dtype=dtype, is_causal=is_causal))
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 128), (128, 64), (96, 32), (40, 80)])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(192, 128), (64, 128), (128, 64), (96, 32), (40, 80), (64, 256), (256, 64), (136, 152)]
+)
 def test_value_head_dim_of_its_own(check_gradients, head_dim, head_dim_v):
     for is_causal in (False, True):
         check_gradients(simple_call(2, 2, 200, 300, head_dim, head_dim_v=head_dim_v, is_causal=is_causal))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seqlen_q", [1, 2, 63, 64, 65, 127, 128, 129, 191, 193, 255, 257, 385])
 def test_lengths_around_tiles(check_gradients, seqlen_q, head_dim):
     for seqlen_k in (1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 513):
@@ -108,14 +110,14 @@ def test_lengths_around_tiles(check_gradients, seqlen_q, head_dim):
             check_gradients(call, kernels=("flash", "math"))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 4096, 4096), (2, 4, 2048, 2048), (1, 2, 1000, 5000), (1, 2, 5000, 1000)])
 def test_long_sequences(check_gradients, shape, is_causal, head_dim):
     check_gradients(simple_call(*shape, head_dim, is_causal=is_causal), kernels=("flash", "cudnn"))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (8, 2), (8, 1), (32, 8), (6, 2), (12, 3)])
 def test_grouped_queries(check_gradients, heads, kv_heads, is_causal, head_dim):
@@ -145,7 +147,7 @@ def test_scales(check_gradients, scale):
 
 
 @pytest.mark.parametrize("shift", [-200.0, 200.0])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_scores_far_from_zero(check_gradients, head_dim, shift):
     """Scores all very negative, or very large: keys past the end, whose scores are zero, must not count."""
     call = simple_call(1, 2, 190, 190, head_dim)
@@ -168,7 +170,7 @@ def random_hopper_call(seed):
 
     seqlen_q = length()
     seqlen_k = seqlen_q if rng.random() < 0.4 else length()
-    head_dim = rng.choice([64, 64, 128, 128, 128, 8 * rng.randint(1, 16)])
+    head_dim = rng.choice([64, 64, 128, 128, 256, 8 * rng.randint(1, 32)])
     head_dim_v = head_dim if rng.random() < 0.8 else rng.choice([64, 128])
     layouts = [rng.choice(ALIGNED_LAYOUTS) for _ in range(4)]
     sizes = [(kv_heads * group, seqlen_q, head_dim), (kv_heads, seqlen_k, head_dim), (kv_heads, seqlen_k, head_dim_v),
@@ -206,9 +208,10 @@ def test_one_gradient_alone(hopper, wanted):
         assert torch.equal(grad, everything[name])
 
 
-@pytest.mark.parametrize("head_dim", [136, 192, 256])
-def test_head_dims_without_a_kernel_run_tritons(hopper, note, head_dim):
-    call = simple_call(1, 2, 100, head_dim=head_dim)
+def test_keys_that_are_expanded_over_heads_run_tritons(hopper, note):
+    tensors = [tensor_in_layout((2, 4, 150, 64), layout, torch.float16, "cuda", seed)
+               for seed, layout in enumerate(("bhsd", "expanded_heads", "expanded_heads"))]  # fmt: skip
+    call = Call(*tensors, is_causal=True)
     grad_out = gradient_for(call)
     with hopper(False):
         note(check(results_of(call, grad_out), expect(call, grad_out), None, call.describe()))
@@ -218,7 +221,7 @@ def test_head_dims_without_a_kernel_run_tritons(hopper, note, head_dim):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_neighbours_are_neither_read_nor_written(hopper, head_dim, is_causal):
     """The tensors are windows of larger ones, full of NaN around them; the gradients are views of NaN in no place."""
     shape = (2, 3, 500, head_dim + 64)
@@ -251,7 +254,7 @@ def test_nan_in_grad_out_shows(hopper):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_key_and_value_gradients_repeat_bit_by_bit_under_load(hopper, head_dim, is_causal):
     """The check for races that racecheck does not see: these two sums have one order in every mode."""
     call = simple_call(4, 16, 1000, 1333, head_dim, kv_heads=8, is_causal=is_causal)
@@ -273,7 +276,7 @@ def test_key_and_value_gradients_repeat_bit_by_bit_under_load(hopper, head_dim, 
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("shape", [(4, 16, 1000, 1333), (1, 2, 4096, 4096), (40, 8, 130, 260)])
 def test_deterministic_mode_repeats_bit_by_bit(hopper, note, shape, head_dim, is_causal):
     call = simple_call(*shape, head_dim, kv_heads=shape[1] // 2, is_causal=is_causal)
@@ -385,7 +388,7 @@ ops.HOPPER_BACKWARD = True
 torch.manual_seed(0)
 for deterministic in (False, True):
     torch.use_deterministic_algorithms(deterministic)
-    for head_dim in (64, 128):
+    for head_dim in (64, 128, 256):
         for is_causal in (False, True):
             for seqlen_q, seqlen_k in ((200, 333), (65, 64)):
                 query = torch.randn(1, 2, seqlen_q, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -397,7 +400,7 @@ for deterministic in (False, True):
                 if CHECK:
                     assert all(grad.isfinite().all() for grad in grads)
 torch.cuda.synchronize()
-assert ops.launch_counts()["flash_backward"] == 16
+assert ops.launch_counts()["flash_backward"] == 24
 print("done")
 """
 
