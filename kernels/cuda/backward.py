@@ -135,7 +135,7 @@ class Specialisation(NamedTuple):
         for size in (self.head_dim, self.head_dim_v):  # at most 128 at a time
             columns |= {min(size, 128), size % 128}
         if self.is_wide:
-            columns |= {64, self.head_dim % 64}
+            columns |= {64}
         elif tile.block_m == tile.block_n:  # a warpgroup computes 64 rows of the query's gradient
             columns |= {self.head_dim}
         else:  # or whole boxes of 64 columns

@@ -4,7 +4,7 @@
 //   loading warp:  as there
 //   scores:        S^T = key query^T;  P^T = exp2(S^T), handed over in float32;  grad_value += P^T grad_out
 //   gradients:     dP^T = value grad_out^T;  dS^T = P^T (dP^T - delta), handed over rounded;  grad_key += dS^T query
-//   queries:       grad_query = dS key, in steps of QUERY_COLUMNS, added from registers to the float32 sums
+//   queries:       grad_query = dS key, box by box, added from registers to the float32 sums
 //
 // The first two issue the next tile's first product right behind this tile's second one, so that the matrix unit always
 // has work from one of them. P and dS go from thread to thread: S^T and dP^T have the same layout. Adding from
@@ -12,7 +12,7 @@
 // accumulators' own, so a warp adds 512 bytes that lie together.
 //
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of 64 rows, P (float32), DS_STAGES of dS.
-// Registers: HEAD_DIM / 2 for a sum, 32 for S or dP, 16 for either rounded, of 208; QUERY_COLUMNS / 2 of 72.
+// Registers: HEAD_DIM / 2 for a sum, 32 for S or dP, 16 for either rounded, of 208; 32 for a box of grad_query, of 72.
 //
 // Defined by the host (backward.py): as for backward.cu, with BLOCK_M, STEP_M and BLOCK_N 64, KEYS_IN_REGISTERS 0, and
 // without EARLY_SCORES and DELTA_FIRST.
@@ -25,7 +25,6 @@ static_assert(Q_STAGES > 1);
 constexpr int THREADS = 512;
 constexpr int PRODUCER_REGISTERS = 24, SUM_REGISTERS = 208, QUERY_REGISTERS = 72;
 constexpr int P_BYTES = BLOCK_M * BLOCK_N * 4;
-constexpr int QUERY_COLUMNS = 64;
 
 // Byte addresses in shared memory.
 struct Shared {
@@ -223,17 +222,17 @@ __device__ __forceinline__ void consume_gradients(const TensorMap& grad_key_map,
   }
 }
 
-// COLUMNS of a tile of grad_query from `first_column` on, added to its sums.
+// COLUMNS of a tile of grad_query from `first_column` on, added to its sums. Products are as wide as a box, whose
+// columns past HEAD_DIM are zeros.
 template <int COLUMNS>
 __device__ __forceinline__ void add_columns(float* sums, uint32_t grad_scores, uint32_t key, int first_column) {
-  float columns[COLUMNS / 2];
-  const uint32_t right =
-      descriptor(key + first_column / BOX_COLUMNS * BLOCK_N * BOX_ROW_BYTES, BLOCK_N * BOX_ROW_BYTES);
+  float columns[BOX_COLUMNS / 2];
+  const uint32_t right = descriptor(key + first_column / BOX_COLUMNS * BLOCK_N * BOX_ROW_BYTES, 0);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < BLOCK_N / 16; ++k)
-    Wgmma<COLUMNS>::ss_columns(columns, moved(grad_scores, column_group<BLOCK_M>(k)),
-                               moved(right, k * 16 * BOX_ROW_BYTES), k > 0);
+    Wgmma<BOX_COLUMNS>::ss_columns(columns, moved(grad_scores, column_group<BLOCK_M>(k)),
+                                   moved(right, k * 16 * BOX_ROW_BYTES), k > 0);
   wgmma_commit();
   wgmma_wait<0>();
   float* to = sums + (first_column / 8 * 128 + threadIdx.x % 128) * 4;
@@ -254,9 +253,9 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
       named_sync(4, 128);
     }
 #pragma unroll
-    for (int column = 0; column + QUERY_COLUMNS <= HEAD_DIM; column += QUERY_COLUMNS)
-      add_columns<QUERY_COLUMNS>(sums, grad_scores, shared.key, column);
-    constexpr int REST = HEAD_DIM % QUERY_COLUMNS;
+    for (int column = 0; column + BOX_COLUMNS <= HEAD_DIM; column += BOX_COLUMNS)
+      add_columns<BOX_COLUMNS>(sums, grad_scores, shared.key, column);
+    constexpr int REST = HEAD_DIM % BOX_COLUMNS;
     if constexpr (REST > 0) add_columns<REST>(sums, grad_scores, shared.key, HEAD_DIM - REST);
     release(shared.ds_empty(s.stage));
     s.advance();

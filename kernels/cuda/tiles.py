@@ -108,5 +108,7 @@ def choose_backward(head_dim: int, head_dim_v: int, is_causal: bool) -> Backward
     if max(head_dim, head_dim_v) > 128:
         return BackwardTile(64, 64, 64)  # the kernel in which warpgroups have roles
     if head_dim <= 64:
-        return BackwardTile(128, 128, 64, keys_in_registers=head_dim_v <= 64)
+        if head_dim_v > 64:
+            return BackwardTile(128, 128, 64, ds_stages=1)  # no room for two
+        return BackwardTile(128, 128, 64, keys_in_registers=True)
     return BackwardTile(64, 128, 64)
