@@ -56,7 +56,8 @@ def candidates(head_dim: int) -> list[BackwardTile]:
             registers,
             dataclasses.replace(registers, early_scores=False),
             dataclasses.replace(registers, delta_first=True),
-            dataclasses.replace(registers, q_stages=3),
+            dataclasses.replace(registers, direct_sums=True),
+            dataclasses.replace(registers, direct_sums=True, q_stages=3, do_stages=3),
             dataclasses.replace(registers, ds_stages=1, q_stages=3, do_stages=3),
         ]
     else:
@@ -65,7 +66,8 @@ def candidates(head_dim: int) -> list[BackwardTile]:
         more = [
             early,
             dataclasses.replace(early, delta_first=True),
-            dataclasses.replace(early, q_stages=3),
+            dataclasses.replace(early, direct_sums=True),
+            dataclasses.replace(early, direct_sums=True, q_stages=3, do_stages=3),
             dataclasses.replace(early, q_stages=3, do_stages=3),
             dataclasses.replace(early, ds_stages=1, q_stages=3),
         ]
@@ -74,7 +76,9 @@ def candidates(head_dim: int) -> list[BackwardTile]:
 
 def name_of(tile: BackwardTile) -> str:
     """Short: 64x128 q2 do2 ds2, then what is switched on."""
-    flags = [name for name in ("early_scores", "keys_in_registers", "delta_first") if getattr(tile, name)]
+    flags = [
+        name for name in ("early_scores", "keys_in_registers", "direct_sums", "delta_first") if getattr(tile, name)
+    ]
     stages = f"q{tile.q_stages} do{tile.do_stages} ds{tile.ds_stages}"
     return " ".join([f"{tile.block_m}/{tile.step_m}x{tile.block_n}", stages, *flags])
 

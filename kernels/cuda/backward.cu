@@ -28,8 +28,8 @@
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
 // tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES, EARLY_SCORES (the next S^T is issued before this part is done),
-// KEYS_IN_REGISTERS, DELTA_FIRST (dP's accumulators begin with -delta, which saves an addition each), IS_CAUSAL,
-// IS_BF16, DETERMINISTIC.
+// KEYS_IN_REGISTERS, DIRECT_SUMS (grad_query is added from registers, without staging), DELTA_FIRST (dP's accumulators
+// begin with -delta, which saves an addition each), IS_CAUSAL, IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -47,7 +47,7 @@ struct Shared {
         grad_out(query + Q_STAGES * Q_BYTES),
         grad_scores(grad_out + DO_STAGES * DO_BYTES),
         staging(grad_scores + DS_STAGES * DS_BYTES),
-        statistics(staging + BLOCK_M * HEAD_DIM * 4),
+        statistics(staging + (DIRECT_SUMS ? 0 : BLOCK_M * HEAD_DIM * 4)),
         ticket(statistics + Q_STAGES * STATISTICS_BYTES),
         barriers(ticket + 16) {}
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
@@ -95,7 +95,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
                                         const Work& work, const BackwardParams& params, const Shared& shared,
                                         int warpgroup) {
   const float scale_log2 = params.softmax_scale_log2;
-  const int lane = threadIdx.x % 32, quad_lane = lane % 4;
+  const int lane = threadIdx.x % 32, quad_lane = lane % 4, group = params.num_heads / params.num_kv_heads;
   const int warp_row = 64 * warpgroup + threadIdx.x % 128 / 32 * 16;  // first of this warp's keys within the tile
   const Piece piece(warpgroup);
   const uint32_t key_columns =
@@ -121,6 +121,25 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     key.multiply(scores, descriptor(shared.query + q.stage * Q_BYTES + part * STEP_M * BOX_ROW_BYTES, 0), false);
     wgmma_commit();
   };
+  // Adds this warpgroup's share of the tile's grad_query from registers.
+  int64_t number = ((int64_t)work.batch * params.num_heads + work.kv_head * group + 1) * params.q_tiles - 1;
+  const auto add_to_sums = [&](const float (&columns)[PIECE_COLUMNS / 2]) {
+    int* semaphore = params.semaphores + number * CONSUMERS + warpgroup;
+    if (DETERMINISTIC) {
+      if (threadIdx.x % 128 == 0) semaphore_wait(semaphore, work.k_tile);
+      named_sync(3 + warpgroup, 128);
+    }
+    float* sums = params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset + threadIdx.x % 128 * 4;
+#pragma unroll
+    for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
+      if (i < piece.groups) reduce_four(sums + i * 128 * 4, columns + 4 * i);
+    if (DETERMINISTIC) {
+      __threadfence();
+      named_sync(3 + warpgroup, 128);
+      if (threadIdx.x % 128 == 0) semaphore_add(semaphore);
+    }
+  };
+
   // One query tile, whose first row is `first_row`. `more`: it is not the last one.
   const auto step = [&](int first_row, auto more) {
     constexpr bool MORE = decltype(more)::value;
@@ -206,12 +225,16 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     d.advance();
     q.advance();
     const auto stage_columns = [&] {
+      if constexpr (DIRECT_SUMS) {
+        add_to_sums(columns);
+        return;
+      }
       barrier_wait(shared.sent(warpgroup), sent_phase);
       sent_phase ^= 1;
       const uint32_t address = shared.staging + 4 * piece.offset + threadIdx.x % 128 * 16;
 #pragma unroll
-      for (int group = 0; group < PIECE_COLUMNS / 8; ++group)
-        if (group < piece.groups) store_four(address + group * 128 * 16, columns + 4 * group);
+      for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
+        if (i < piece.groups) store_four(address + i * 128 * 16, columns + 4 * i);
       store_fence();
       __syncwarp();
       release(shared.staged(warpgroup));
@@ -229,7 +252,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   };
 
   const int last_row = (params.q_tiles - 1) * BLOCK_M, end_row = work.first_q_tile * BLOCK_M;
-  int left = work.tiles(params) * (params.num_heads / params.num_kv_heads);
+  int left = work.tiles(params) * group;
   if (left > 0) {
     barrier_wait(shared.k_full(), 0);
     key.load(shared.key, 64 * warpgroup);
@@ -244,6 +267,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
 #pragma unroll 1
     for (; left > 1; --left) {
       step(first_row, Flag<true>());
+      if (DIRECT_SUMS) number += first_row == end_row ? 2 * params.q_tiles - 1 - work.first_q_tile : -1;
       first_row = first_row == end_row ? last_row : first_row - BLOCK_M;
     }
     step(first_row, Flag<false>());
@@ -301,7 +325,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     registers_release<PRODUCER_REGISTERS>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) produce(query_map, key_map, value_map, grad_out_map, work, params, shared);
-    if (threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) store_pieces(work, params, shared, warp - 1);
+    if (!DIRECT_SUMS && threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS)
+      store_pieces(work, params, shared, warp - 1);
   } else {
     registers_claim<CONSUMER_REGISTERS>();
     consume(grad_key_map, grad_value_map, work, params, shared, uniform(threadIdx.x / 128) - 1);

@@ -98,6 +98,7 @@ class Specialisation(NamedTuple):
             "DS_STAGES": tile.ds_stages,
             "EARLY_SCORES": int(tile.early_scores),
             "KEYS_IN_REGISTERS": int(tile.keys_in_registers),
+            "DIRECT_SUMS": int(tile.direct_sums),
             "DELTA_FIRST": int(tile.delta_first),
             "IS_CAUSAL": int(self.is_causal),
             "IS_BF16": int(self.is_bf16),
@@ -113,6 +114,8 @@ class Specialisation(NamedTuple):
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
         # P on its way to the other warpgroup, or the query's gradient on its way to global memory; both are float32.
         handed = tile.block_m * (tile.block_n if self.is_wide else self.head_dim) * 4
+        if tile.direct_sums:
+            handed = 0
         return keys + queries + grads + handed + 1024
 
     @property

@@ -15,7 +15,7 @@
 // Registers: HEAD_DIM / 2 for a sum, 32 for S or dP, 16 for either rounded, of 208; 32 for a box of grad_query, of 72.
 //
 // Defined by the host (backward.py): as for backward.cu, with BLOCK_M, STEP_M and BLOCK_N 64, KEYS_IN_REGISTERS 0, and
-// without EARLY_SCORES and DELTA_FIRST.
+// without EARLY_SCORES, DIRECT_SUMS and DELTA_FIRST.
 #include "backward.cuh"
 
 static_assert(BLOCK_M == 64 && STEP_M == 64 && BLOCK_N == 64 && CONSUMERS == 1 && SPLIT_ROWS && !KEYS_IN_REGISTERS);
