@@ -111,6 +111,8 @@ def _gpu_parts(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> l
         parts += _special(kinds["special"]["rows"])
     if "overhead" in kinds:
         parts += _overhead(kinds["overhead"]["rows"])
+        left_out = kinds["overhead"].get("not_measured") or []
+        parts += [f"Not measured in this run: {', '.join(left_out)}."] if left_out else []
     return parts
 
 

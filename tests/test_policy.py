@@ -67,8 +67,8 @@ def test_both_neighbours_in_size_must_be_faster(install):
     assert not takes(64)  # below the smallest, which was slower
 
 
-def test_measurements_of_one_size_must_agree(install):
-    install(row(1.5, seqlen=1024), row(0.9, seqlen=512, batch=8))
+def test_measurements_of_one_size_that_are_equally_near_must_agree(install):
+    install(row(1.5, seqlen_q=2048, seqlen_k=512), row(0.9, seqlen_q=512, seqlen_k=2048))
     assert not takes(1024)
 
 
@@ -249,3 +249,45 @@ def test_installed_policies_can_be_read(recwarn):
             "dense", "bool_mask", "float_mask", "mask_grad", "dropout", "gqa"
         }  # fmt: skip
     assert not recwarn.list
+
+
+def problem_of(row, training):
+    return Problem.from_shapes(
+        (row.batch, row.heads, row.seqlen_q, row.head_dim), kv_heads=row.kv_heads, seqlen_k=row.seqlen_k,
+        head_dim_v=row.head_dim_v, is_causal=row.causal, training=training, gpu="NVIDIA H200",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_measured_call_gets_the_verdict_of_its_own_measurement(training):
+    """Of the installed policy: calls without a mask and without dropout, each judged by the row that is its own."""
+    policy.policies.cache_clear()
+    rows = [r for r in policy.policies()["NVIDIA H200"].rows if r.case in ("dense", "gqa") and r.dtype == "bfloat16"]
+    rows = [row for row in rows if row.ratio(training) == row.ratio(training) and (row.heads, row.case) != (1, "gqa")]
+    assert len(rows) > 20
+    for row in rows:
+        verdict = policy._judge_all(problem_of(row, training), row.backend, policy.policies()["NVIDIA H200"])
+        assert verdict.take == (row.ratio(training) >= policy.MARGIN), f"{row.backend} {row}: {verdict}"
+
+
+def test_a_call_far_below_what_was_measured_is_unmeasured(install):
+    install(row(1.5, 1.5, seqlen=1024))
+    assert takes(1024) and takes(600)
+    assert not takes(200) and "no call as small" in judge(call(200)).message
+    install(row(1.5, seqlen=1024), row(1.5, seqlen=64))
+    assert takes(200)
+
+
+def test_of_equal_sizes_the_nearest_lengths_count(install):
+    tall = row(0.5, batch=8, heads=16, seqlen=512)
+    install(row(1.5, seqlen=1024), tall)
+    assert takes(1024)
+    install(row(0.5, seqlen=1024), tall | {"forward": 1.5})
+    assert not takes(1024)
+
+
+def test_training_on_special_kernels_needs_its_own_head_dim(install):
+    install(row(1.5, 1.5, backend="cuda", head_dim=128, head_dim_v=128))
+    assert judge(call(1024, 128, training=True), "cuda").take
+    assert not judge(call(1024, 96, training=True), "cuda").take
+    assert judge(call(1024, 96), "cuda").take

@@ -192,6 +192,9 @@ def test_gpu_names():
     assert known_architecture("NVIDIA L40S") == "sm_89"
     assert known_architecture("NVIDIA A100-SXM4-80GB") == "sm_80"
     assert known_architecture("NVIDIA A10G") == "sm_86"
+    for name in ("NVIDIA RTX A1000", "NVIDIA H2000"):  # not an A100, not an H200
+        with pytest.raises(ValueError, match="unknown GPU"):
+            known_architecture(name)
     assert known_architecture("NVIDIA H200 NVL") == known_architecture("NVIDIA H20") == "sm_90"
     assert known_architecture("AMD Instinct MI300X") == "gfx942"
     with pytest.raises(ValueError, match="unknown GPU 'Abacus'"):

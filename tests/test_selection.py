@@ -206,3 +206,15 @@ def test_checkpointing_with_the_documented_context(qkv):
         sdpa, query, key, value, use_reentrant=False, context_fn=lambda: (sdpa_backend("math"), sdpa_backend("math"))
     )
     torch.testing.assert_close(torch.autograd.grad(out.sum(), query)[0], expected)
+
+
+def test_a_function_that_runs_after_its_call_cannot_be_decorated():
+    def generator():
+        yield 1
+
+    async def coroutine():
+        return 1
+
+    for function in (generator, coroutine):
+        with pytest.raises(TypeError, match="runs after its call"):
+            sdpa_backend("triton")(function)

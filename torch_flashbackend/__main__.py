@@ -65,9 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         "--shape", type=_shape, required=True, metavar="B,H,S,D", help="query: batch,heads,seqlen,head_dim"
     )
     explain.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    explain.add_argument("--kv-heads", type=int, help="heads of key and value, for grouped-query attention")
-    explain.add_argument("--seqlen-k", type=int, help="length of key and value")
-    explain.add_argument("--head-dim-v", type=int, help="head_dim of value")
+    explain.add_argument("--kv-heads", type=_positive, help="heads of key and value, for grouped-query attention")
+    explain.add_argument("--seqlen-k", type=_positive, help="length of key and value")
+    explain.add_argument("--head-dim-v", type=_positive, help="head_dim of value")
     explain.add_argument("--causal", action="store_true")
     explain.add_argument(
         "--mask", choices=("bool", "float", "float_grad"), help="an attn_mask; float_grad is a bias that is trained"
@@ -81,9 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     warm = commands.add_parser("warmup", help="compile now what calls will need later, for an image say")
     warm.add_argument("--shapes", type=_shape, nargs="+", required=True, metavar="B,H,S,D", help="queries, one or more")
     warm.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), nargs="+", default=["bfloat16"])
-    warm.add_argument("--kv-heads", type=int, help="heads of key and value, for grouped-query attention")
-    warm.add_argument("--seqlen-k", type=int, help="length of key and value")
-    warm.add_argument("--head-dim-v", type=int, help="head_dim of value")
+    warm.add_argument("--kv-heads", type=_positive, help="heads of key and value, for grouped-query attention")
+    warm.add_argument("--seqlen-k", type=_positive, help="length of key and value")
+    warm.add_argument("--head-dim-v", type=_positive, help="head_dim of value")
     kind = warm.add_mutually_exclusive_group()
     kind.add_argument("--causal", action="store_true", help="causal calls alone; without this both kinds")
     kind.add_argument("--full", action="store_true", help="calls that are not causal alone")
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     warm.add_argument("--gpu", help='the GPU to compile for, if not this machine\'s: "NVIDIA H200"')
     warm.add_argument("--architecture", help="for a GPU whose name is not known here: sm_90, gfx942, ...")
-    warm.add_argument("--workers", type=int, help="compilers at once; one for each CPU core without this")
+    warm.add_argument("--workers", type=_positive, help="compilers at once; one for each CPU core without this")
     return parser
 
 
@@ -122,6 +122,13 @@ def _warmup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
         what = f"{', '.join(kernels)} ({seconds:.1f} s)" if kernels else "nothing to compile"
         print(f"{call}: {backend}, {what}")
     return 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return number
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -5,8 +5,9 @@ policies/README.md describes the files; benchmarks/make_policy.py writes them.
 
 A call is compared with the measured calls of the same kind (case, causal, dtype, decoding or not) at the nearest
 measured head dimension at or above its own, and there with the two measured sizes around its own work, 4·B·H·Sq·Sk·D
-operations: it is taken where both were faster by at least `MARGIN`. Where nothing comparable was measured,
-`_unmeasured` has a short rule. Nothing here compares a symbolic size: the largest measured size speaks for it.
+operations: it is taken where both were faster by at least `MARGIN`. Of several calls of one size those with the nearest
+lengths count. Where nothing comparable was measured, or only calls much larger than this one, `_unmeasured` has a short
+rule. Nothing here compares a symbolic size: the largest measured size speaks for it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ MARGIN = 1.02
 # Up to this many query positions a call reads keys and values and does little else: decoding. Such calls are compared
 # with each other only.
 DECODE_SEQLEN = 16
+# A call with less than this part of the least measured work is another matter: launching it is what takes time.
+SMALLEST_PART = 0.25
 # Our kernels for one architecture, and those for all.
 SPECIAL, PORTABLE = "cuda", "triton"
 # A ratio that stands for "stock refused".
@@ -187,7 +190,7 @@ def _judge_case(problem: Problem, case: str, policy: Policy | None, backend: str
             what += f" of at most {DECODE_SEQLEN} queries"
         why = f"no measurement of {what} at head_dim {problem.head_dim} on {policy.gpu}"
         return _unmeasured(problem, case, why, backend)
-    neighbours = _neighbours(rows, None if symbolic else _work(problem))
+    neighbours = _neighbours(rows, None if symbolic else problem)
     worst = min(neighbours, key=lambda row: row.ratio(training))
     ratio = worst.ratio(training)
     mode = "training" if training else "forward"
@@ -196,6 +199,8 @@ def _judge_case(problem: Problem, case: str, policy: Policy | None, backend: str
         return Verdict(True, f"stock refuses: {case}", message, ratio)
     message = f"{ratio:.2f} times stock's speed measured at {worst} ({case}, {mode})"
     if ratio >= MARGIN:
+        if not symbolic and _work(problem) < SMALLEST_PART * min(row.work for row in rows):
+            return _unmeasured(problem, case, f"{message}, and no call as small as this one", backend)
         return Verdict(True, f"measured faster: {case}", message, ratio)
     return Verdict(False, "measured slower", f"{message}; {MARGIN} is asked", ratio)
 
@@ -227,19 +232,29 @@ def _comparable(problem: Problem, case: str, policy: Policy, training: bool, sym
         if not above and max(wanted) > 256:
             return []  # another kernel of stock's: smaller head dimensions say nothing
         chosen = above[0] if above else dims[-1]
+        if training and backend == SPECIAL and chosen != wanted:
+            return []  # their backward is the portable kernels', which do worse between powers of two
     return [row for row in rows if (row.head_dim, row.head_dim_v) == chosen]
 
 
-def _neighbours(rows: list[Row], work: int | None) -> list[Row]:
-    """Rows measured at the sizes just below and just above; at one size there may be several of them."""
+def _neighbours(rows: list[Row], problem: Problem | None) -> list[Row]:
+    """Rows measured at the sizes just below and just above, at each those of the nearest lengths; None: the largest."""
     sizes = sorted({row.work for row in rows})
-    if work is None:
-        around = {sizes[-1]}
-    else:
-        below = [size for size in sizes if size <= work]
-        above = [size for size in sizes if size >= work]
-        around = set(below[-1:] + above[:1])
-    return [row for row in rows if row.work in around]
+    if problem is None:
+        return [row for row in rows if row.work == sizes[-1]]
+    work, lengths = _work(problem), (problem.seqlen_q, problem.seqlen_k)
+    below = [size for size in sizes if size <= work]
+    above = [size for size in sizes if size >= work]
+    found = []
+    for size in dict.fromkeys(below[-1:] + above[:1]):
+        distances = {row: _distance(lengths, (row.seqlen_q, row.seqlen_k)) for row in rows if row.work == size}
+        found += [row for row, distance in distances.items() if distance == min(distances.values())]
+    return found
+
+
+def _distance(lengths: tuple[int, int], others: tuple[int, int]) -> float:
+    """How far two pairs of lengths are from each other, in factors of two."""
+    return sum(abs(math.log2(max(a, 1) / b)) for a, b in zip(lengths, others))
 
 
 def _work(problem: Problem) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ PLAIN_TYPES = frozenset(
     }
 )
 # GPU names (a part of what torch.cuda.get_device_name says) and their architecture, for questions about another
-# machine. Longer names first: "A100" is in neither "RTX A1000" nor the like, but "L4" is in "L40".
+# machine. Whole names: "L4" is not "L40", but "L40" is "L40S" too.
 ARCHITECTURES = (
     ("RTX PRO 6000", "sm_120"),
     ("RTX 5090", "sm_120"),
@@ -359,7 +360,8 @@ def describe_shape(shape: Iterable[Any]) -> str:
 def known_architecture(gpu: str) -> str:
     """The architecture of a GPU by its name, e.g. "NVIDIA H200" -> "sm_90". Raises ValueError if it is not listed."""
     for part, architecture in ARCHITECTURES:
-        if part.lower() in gpu.lower():
+        # Not inside of another name: an A100 is no A1000. "L40S" is an L40.
+        if re.search(rf"(?<![a-z0-9]){re.escape(part)}(?![0-9])", gpu, re.IGNORECASE):
             return architecture
     known = ", ".join(part for part, _ in ARCHITECTURES)
     raise ValueError(f"unknown GPU {gpu!r} (known: {known}); give its architecture, for example sm_90 or gfx942")

@@ -11,6 +11,7 @@ are part of the graph and of the keys of every cache.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -80,7 +81,13 @@ class sdpa_backend(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Decorate: the choice holds while `function` runs."""
+        """Decorate: the choice holds while `function` runs.
+
+        Raises TypeError for generator and coroutine functions, whose bodies run after the call has returned.
+        """
+        later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_later(function) for is_later in later):
+            raise TypeError(f"sdpa_backend cannot decorate {function!r}, which runs after its call: use it inside")
         backends = self.backends.split(",")
 
         @functools.wraps(function)
