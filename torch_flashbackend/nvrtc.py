@@ -108,7 +108,7 @@ def unavailable() -> str | None:
         if importlib.util.find_spec("cuda.bindings.nvrtc") is None:
             raise ModuleNotFoundError
     except ModuleNotFoundError:
-        return "the package cuda-bindings is not installed (CUDA builds of torch bring it)"
+        return "the package cuda-bindings is not installed (CUDA builds of torch bring it; so does our extra `warmup`)"
     try:
         version()
     except Exception as error:  # cuda.bindings and its finder of libraries have errors of their own kinds
