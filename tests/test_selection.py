@@ -218,3 +218,10 @@ def test_a_function_that_runs_after_its_call_cannot_be_decorated():
     for function in (generator, coroutine):
         with pytest.raises(TypeError, match="runs after its call"):
             sdpa_backend("triton")(function)
+
+
+def test_the_math_backend_takes_a_head_dim_of_0():
+    query, value = torch.randn(1, 2, 4, 0), torch.randn(1, 2, 4, 8)
+    with sdpa_backend("math"):
+        out = F.scaled_dot_product_attention(query, query, value)
+    torch.testing.assert_close(out, value.mean(-2, keepdim=True).expand(1, 2, 4, 8))

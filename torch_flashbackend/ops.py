@@ -444,7 +444,7 @@ def run(
     those need PyTorch's own rules. Raises ``KernelUnavailable`` before anything ran when a kernel can not be compiled.
     """
     if scale is None:
-        scale = query.size(-1) ** -0.5
+        scale = reference.default_scale(query.size(-1))
     seed = None
     if dropout_p > 0.0:
         # Drawn on the device: no synchronisation, and CUDA graphs advance it from replay to replay.

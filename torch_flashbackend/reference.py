@@ -14,6 +14,11 @@ from torch import Tensor
 _UINT32 = 0xFFFFFFFF
 
 
+def default_scale(head_dim: int) -> float:
+    """1 / sqrt(head_dim); of a head_dim of 0, whose scores are all 0, any number."""
+    return 1.0 if isinstance(head_dim, int) and head_dim == 0 else head_dim**-0.5
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -52,7 +57,7 @@ def _scores_and_value(query, key, value, attn_mask, is_causal, scale) -> tuple[T
     if key.size(-3) != query.size(-3):
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-    scale = query.size(-1) ** -0.5 if scale is None else scale
+    scale = default_scale(query.size(-1)) if scale is None else scale
     # Half of the scale on each side, as PyTorch's math path does, keeps float32 products in range.
     root = math.sqrt(abs(scale))
     scores = (query * (math.copysign(root, scale))) @ (key * root).transpose(-2, -1)
@@ -87,7 +92,7 @@ def attention_backward(
     """
     scores, wide_value = _scores_and_value(query, key, value, attn_mask, is_causal, scale)
     dtype = scores.dtype
-    scale = query.size(-1) ** -0.5 if scale is None else scale
+    scale = default_scale(query.size(-1)) if scale is None else scale
     unseen = (scores == -math.inf).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)
     grad_out = grad_out.to(dtype)

@@ -269,7 +269,10 @@ VALID = (
     Constraint(
         "mask dtype",
         lambda p: p.mask is None or p.mask.dtype in (torch.bool, torch.float32, p.query_dtype),
-        lambda p: f"attn_mask is {_name(_mask(p).dtype)}; allowed: bool, float32, {_name(p.query_dtype)}",
+        lambda p: (
+            f"attn_mask is {_name(_mask(p).dtype)}; allowed: "
+            + ", ".join(dict.fromkeys(("bool", "float32", _name(p.query_dtype))))
+        ),
     ),
     Constraint(
         "mask shape",
