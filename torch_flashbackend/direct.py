@@ -99,9 +99,7 @@ def run(
     if decision.backend == "math":
         from . import reference
 
-        seed = None
-        if dropout_p > 0.0:
-            seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=query.device)
+        seed = reference.draw_dropout_seed(query, dropout_p)
         result = reference.attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, seed, return_lse=return_lse
         )

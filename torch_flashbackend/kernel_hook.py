@@ -143,7 +143,7 @@ _STRAIGHT = {
 }
 
 
-def _entry_for(
+def _backend_for(
     op: str,
     query: Tensor,
     key: Tensor,
@@ -151,8 +151,11 @@ def _entry_for(
     attn_bias: Tensor | None,
     is_causal: bool,
     scale: float | None,
-) -> decisions.Entry:
-    """The decision about a dense call, all tensors [B, H, S, D]. A backward counts as a call that needs gradients."""
+) -> str | None:
+    """Which of our kernels take a dense call, all tensors [B, H, S, D]; None if none do.
+
+    A backward counts as a call that needs gradients.
+    """
     gqa = key.shape[1] != query.shape[1]
     grad_mode = op in _TRAINING or torch.is_grad_enabled()
     tensors = (query, key, value) if attn_bias is None else (query, key, value, attn_bias)
@@ -169,7 +172,7 @@ def _entry_for(
                 entry.taken = entry.decision.backend in ("cuda", "triton")
         decisions.remember(among, rest, entry, *tensors)
     entry.decision.calls += 1
-    return entry
+    return entry.decision.backend if entry.taken else None
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, heads: int) -> bool:
@@ -211,22 +214,6 @@ def _forward(
     )
     # With a float mask, [2, B, H, S]: the second half is what rounding cut off, which stock has no place for.
     return out, logsumexp[0] if logsumexp.dim() == 4 else logsumexp
-
-
-def _forward_again(
-    backend: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    """out and logsumexp for a backward that is given none, where stock's raises.
-
-    Under torch.func.grad of vmap the forward is told that nobody needs a logsumexp.
-    """
-    return _forward(backend, query, key, value, mask, is_causal, scale, "query")
 
 
 def _backward(
@@ -328,10 +315,9 @@ def _flash(
         return None
     if not _flash_takes(query, key, value, is_causal, 2):
         return None
-    entry = _entry_for(FLASH, query, key, value, None, is_causal, scale)
-    if not entry.taken:
+    backend = _backend_for(FLASH, query, key, value, None, is_causal, scale)
+    if backend is None:
         return None
-    backend = entry.decision.backend
     out, logsumexp = _forward(backend, query, key, value, None, is_causal, scale, "query")
     empty_mask = torch.empty(0, dtype=query.dtype, device=query.device)
     return (out, logsumexp, None, None, query.shape[2], key.shape[2], *_random_state(query), empty_mask)
@@ -366,10 +352,9 @@ def _flash_forward(
     if not _flash_takes(query, key, value, is_causal, 1):
         return None
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    entry = _entry_for(FLASH_FORWARD, query, key, value, None, is_causal, scale)
-    if not entry.taken:
+    backend = _backend_for(FLASH_FORWARD, query, key, value, None, is_causal, scale)
+    if backend is None:
         return None
-    backend = entry.decision.backend
     out, logsumexp = _forward(backend, query, key, value, None, is_causal, scale, "query")
     empty_mask = torch.empty(0, dtype=query.dtype, device=query.device)
     return (out.transpose(1, 2), logsumexp, *_random_state(query), empty_mask)
@@ -394,10 +379,9 @@ def _efficient(
         return None
     if attn_bias is not None and (is_causal or not _bias_fits(attn_bias, query, key)):
         return None
-    entry = _entry_for(EFFICIENT, query, key, value, attn_bias, is_causal, scale)
-    if not entry.taken:
+    backend = _backend_for(EFFICIENT, query, key, value, attn_bias, is_causal, scale)
+    if backend is None:
         return None
-    backend = entry.decision.backend
     if not compute_log_sumexp:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         out = torch.ops.flashbackend.attention.default(
@@ -432,10 +416,9 @@ def _cudnn(
         return None
     if attn_bias is not None and (is_causal or not _bias_fits(attn_bias, query, key)):
         return None
-    entry = _entry_for(CUDNN, query, key, value, attn_bias, is_causal, scale)
-    if not entry.taken:
+    backend = _backend_for(CUDNN, query, key, value, attn_bias, is_causal, scale)
+    if backend is None:
         return None
-    backend = entry.decision.backend
     out, logsumexp = _forward(backend, query, key, value, attn_bias, is_causal, scale, "query")
     if attn_bias is not None and compute_log_sumexp:
         logsumexp = _without_minus_infinity(logsumexp)
@@ -470,10 +453,9 @@ def _flash_backward(
         return None
     if not _flash_takes(query, key, value, is_causal, 2):
         return None
-    entry = _entry_for(BACKWARDS[FLASH], query, key, value, None, is_causal, scale)
-    if not entry.taken:
+    backend = _backend_for(BACKWARDS[FLASH], query, key, value, None, is_causal, scale)
+    if backend is None:
         return None
-    backend = entry.decision.backend
     wanted = [True, True, True, False]
     return _backward(backend, grad_out, query, key, value, None, out, logsumexp, is_causal, scale, wanted)[:3]
 
@@ -503,10 +485,9 @@ def _flash_forward_backward(
     if _windowed(window_size_left, window_size_right) or not _flash_takes(query, key, value, is_causal, 1):
         return None
     grad_out, query, key, value, out = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
-    entry = _entry_for(BACKWARDS[FLASH_FORWARD], query, key, value, None, is_causal, scale)
-    if not entry.taken:
+    backend = _backend_for(BACKWARDS[FLASH_FORWARD], query, key, value, None, is_causal, scale)
+    if backend is None:
         return None
-    backend = entry.decision.backend
     wanted = [True, True, True, False]
     grads = _backward(backend, grad_out, query, key, value, None, out, logsumexp, is_causal, scale, wanted)
     return tuple(grad.transpose(1, 2) for grad in grads[:3])
@@ -532,13 +513,13 @@ def _efficient_backward(
         return None
     if attn_bias is not None and (is_causal or not _bias_fits(attn_bias, query, key)):
         return None
-    entry = _entry_for(BACKWARDS[EFFICIENT], query, key, value, attn_bias, is_causal, scale)
-    if not entry.taken:
+    backend = _backend_for(BACKWARDS[EFFICIENT], query, key, value, attn_bias, is_causal, scale)
+    if backend is None:
         return None
-    backend = entry.decision.backend
     wanted = [True, True, True, attn_bias is not None and grad_input_mask[3]]
     if logsumexp.shape[-1] < query.shape[2]:
-        out, logsumexp = _forward_again(backend, query, key, value, attn_bias, is_causal, scale)
+        # Under torch.func.grad of vmap the forward is told that nobody needs it; stock's backward then raises.
+        out, logsumexp = _forward(backend, query, key, value, attn_bias, is_causal, scale, "query")
     logsumexp = logsumexp[..., : query.shape[2]]
     grads = _backward(backend, grad_out, query, key, value, attn_bias, out, logsumexp, is_causal, scale, wanted)
     grad_bias = _padded_rows(grads[3]) if wanted[3] else None
@@ -570,13 +551,12 @@ def _cudnn_backward(
         return None
     if attn_bias is not None and (is_causal or not _bias_fits(attn_bias, query, key)):
         return None
-    entry = _entry_for(BACKWARDS[CUDNN], query, key, value, attn_bias, is_causal, scale)
-    if not entry.taken:
+    backend = _backend_for(BACKWARDS[CUDNN], query, key, value, attn_bias, is_causal, scale)
+    if backend is None:
         return None
-    backend = entry.decision.backend
     wanted = [True, True, True, False]
-    if logsumexp is None or logsumexp.numel() == 0:
-        out, logsumexp = _forward_again(backend, query, key, value, attn_bias, is_causal, scale)
+    if logsumexp is None or logsumexp.numel() == 0:  # as in the efficient kernel's backward
+        out, logsumexp = _forward(backend, query, key, value, attn_bias, is_causal, scale, "query")
     else:
         logsumexp = logsumexp.squeeze(-1)
     return _backward(backend, grad_out, query, key, value, attn_bias, out, logsumexp, is_causal, scale, wanted)[:3]

@@ -445,10 +445,7 @@ def run(
     """
     if scale is None:
         scale = reference.default_scale(query.size(-1))
-    seed = None
-    if dropout_p > 0.0:
-        # Drawn on the device: no synchronisation, and CUDA graphs advance it from replay to replay.
-        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=query.device)
+    seed = reference.draw_dropout_seed(query, dropout_p)
     if torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
@@ -491,7 +488,7 @@ class HopperInference:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `run`."""
         last = self._last
-        if return_lse or not _unobserved(query):
+        if return_lse or not _torch.unobserved(query):
             return run(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, backend="cuda",
                 return_lse=return_lse,
@@ -499,7 +496,7 @@ class HopperInference:
         if last is None or last[0] != scale:
             if query.numel() == 0 or key.numel() == 0:
                 return run(query, key, value, None, 0.0, is_causal, scale, layout=layout, backend="cuda")
-            softmax_scale = query.size(-1) ** -0.5 if scale is None else scale
+            softmax_scale = reference.default_scale(query.size(-1)) if scale is None else scale
             out = _empty_out(query, value.size(3), layout)
             plan = _hopper().plan(query, key, value, out, False, is_causal, softmax_scale)
             last = self._last = scale, plan, layout == "query" and query.size(3) == value.size(3)
@@ -507,6 +504,3 @@ class HopperInference:
             out = torch.empty_like(query) if last[2] else _empty_out(query, value.size(3), layout)
         last[1](query, key, value, out, None)
         return out
-
-
-_unobserved = _torch.unobserved

@@ -248,7 +248,8 @@ def _neighbours(rows: list[Row], problem: Problem | None) -> list[Row]:
     found = []
     for size in dict.fromkeys(below[-1:] + above[:1]):
         distances = {row: _distance(lengths, (row.seqlen_q, row.seqlen_k)) for row in rows if row.work == size}
-        found += [row for row, distance in distances.items() if distance == min(distances.values())]
+        nearest = min(distances.values())
+        found += [row for row, distance in distances.items() if distance == nearest]
     return found
 
 

@@ -19,6 +19,16 @@ def default_scale(head_dim: int) -> float:
     return 1.0 if isinstance(head_dim, int) and head_dim == 0 else head_dim**-0.5
 
 
+def draw_dropout_seed(like: Tensor, dropout_p: float) -> Tensor | None:
+    """int64 [1] from torch's generator of a tensor's device; None without dropout.
+
+    Drawn on the device: no synchronisation, and CUDA graphs advance it from replay to replay.
+    """
+    if dropout_p <= 0.0:
+        return None
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=like.device)
+
+
 def attention(
     query: Tensor,
     key: Tensor,

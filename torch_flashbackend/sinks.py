@@ -90,10 +90,10 @@ def _sdpa_with_sinks(
         entry = decisions.decide(*arguments, entry="direct", allowed=OURS, keep_as=keep_as)
     decision = entry.decision
     decision.calls += 1
-    scale = query.size(-1) ** -0.5 if scale is None else scale
-    seed = None
-    if dropout_p > 0.0:
-        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=query.device)
+    from . import reference
+
+    scale = reference.default_scale(query.size(-1)) if scale is None else scale
+    seed = reference.draw_dropout_seed(query, dropout_p)
     if decision.backend == "math":
         return _reference(query, key, value, attn_mask, sinks, seed, dropout_p, is_causal, scale)
     return _forward_op(

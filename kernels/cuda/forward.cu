@@ -328,10 +328,10 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   uint32_t probabilities[BLOCK_N / 4];
   Softmax softmax;
   softmax.reset();
-  uint32_t query;   // descriptor of this warpgroup's rows
-  int j;            // the current key tile
-  int tile_row;     // first row of the tile
-  bool accumulate;  // false until `out` holds a product of this query tile
+  uint32_t query;           // descriptor of this warpgroup's rows
+  int j;                    // the current key tile
+  int tile_row;             // first row of the tile
+  bool accumulate = false;  // true once `out` holds a product of this query tile
 
   // Reads the next query tile, and passes over key tiles that none of the warpgroup's rows sees.
   const auto begin_tile = [&] {
@@ -342,7 +342,6 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     tile_row = tile.first_row;
     const int first_row = tile_row + 64 * warpgroup;
     query = descriptor(shared.query + q.stage * Q_BYTES + warpgroup * 64 * BOX_ROW_BYTES, 0);
-    accumulate = false;
     if (IS_CAUSAL) {
       for (; j >= ceil_div(min(params.seqlen_k, first_row + 64), BLOCK_N); --j) {
         barrier_wait(shared.k_full(k.stage), k.phase);
@@ -437,13 +436,11 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     const Tile tile = warp_read_tile(shared.tiles + q.stage * sizeof(Tile));
     float inverse[2];
     finish(softmax, tile, tile.first_row + row_of_thread(), inverse, params);
-    const bool accumulate_last = accumulate;
     const Ring<STAGES> v = k.previous();
     const int q_stage = q.stage;
     if (!STAGE_OUT) release(shared.q_empty(q.stage));
     q.advance();
     const bool more = begin_tile();
-    accumulate = accumulate_last;
     if (!more) {
       barrier_wait(shared.v_full(v.stage), v.phase);
       issue_out(v.stage);
