@@ -24,6 +24,10 @@ MASKS = {
     "padding": "bool_mask",  # [B, 1, 1, Sk], the last quarter of the keys or less is padding
     "causal_mask": "bool_mask",  # [B, 1, Sq, Sk], causal given as a mask
     "padding_causal": "bool_mask",  # [B, 1, Sq, Sk], both
+    "prefix": "bool_mask",  # [B, 1, Sq, Sk], causal but for the first quarter of the keys, which all see
+    "window": "bool_mask",  # [1, 1, Sq, Sk], the 256 keys up to the query's own
+    "documents": "bool_mask",  # [1, 1, Sq, Sk], eight documents of equal length
+    "lowest_causal": "float_mask",  # [B, 1, Sq, Sk], causal as zeros and the lowest finite number, as models make it
     "bias": "float_mask",  # [1, H, Sq, Sk], a position bias in query's dtype
     "batch_bias": "float_mask",  # [B, 1, Sq, Sk]
     "bias_grad": "mask_grad",  # [1, H, Sq, Sk], with its gradient
@@ -159,6 +163,15 @@ def _make_mask(case: Case, device: torch.device | str, generator: torch.Generato
         return causal.contiguous()
     if case.mask == "padding_causal":
         return (causal & (columns < lengths)).contiguous()
+    if case.mask == "prefix":
+        return (causal | (columns < case.seqlen_k // 4)).contiguous()
+    if case.mask == "window":
+        return ((columns <= rows) & (columns > rows - 256))[None, None]
+    if case.mask == "documents":
+        return (rows * 8 // case.seqlen_q == columns * 8 // case.seqlen_k)[None, None]
+    if case.mask == "lowest_causal":
+        dtype = DTYPES[case.dtype]
+        return torch.zeros(causal.shape, dtype=dtype, device=device).masked_fill(~causal, torch.finfo(dtype).min)
     shape = (case.batch, 1) if case.mask == "batch_bias" else (1, case.heads)
     return torch.randn(
         (*shape, case.seqlen_q, case.seqlen_k), generator=generator, device=device, dtype=DTYPES[case.dtype]
@@ -210,8 +223,11 @@ def special() -> list[Case]:
     """Everything that is not a large dense call in bfloat16, the sizes that a policy needs included."""
     cases = [
         Case("mask", 4, 16, 4096, 4096, 128, mask=mask)
-        for mask in ("padding", "causal_mask", "padding_causal", "bias", "batch_bias", "bias_grad")
-    ]
+        for mask in (
+            "padding", "causal_mask", "padding_causal", "prefix", "lowest_causal", "bias", "batch_bias", "bias_grad"
+        )
+    ]  # fmt: skip
+    cases += [Case("mask", 1, 16, 16384, 16384, 128, mask=mask) for mask in ("window", "documents")]
     cases += [
         Case("gqa", batch, 32, length, length, 128, kv_heads=8, causal=causal)
         for batch, length in ((1, 128), (4, 1024), (2, 8192))

@@ -132,16 +132,21 @@ class Problem:
         kernels._plans.clear()
         with only_tile(self.kernel, tile):
             if self.kernel == "forward":
-                run = kernels._plan_forward(query, key, value, mask, None, 0.0, self.causal, scale, out, lse, self.tf32)
-                return lambda: run(query, key, value, mask, None, out, lse, kernels._low_part(lse))
+                run = kernels._ForwardPlan(query, key, value, mask, None, 0.0, self.causal, scale, out, lse, self.tf32)
+                lists = None if run.mask_tiles is None else run.mask_tiles.make(mask)
+                low = kernels._low_part(lse)
+                return lambda: run.attention(query, key, value, mask, lists, None, out, lse, low)
             plan = kernels._BackwardPlan(query, key, value, mask, None, 0.0, self.causal, scale, out, lse, grad_out,
                                          *grads, self.kernel == "backward_mask", lse.size(-1), self.tf32)  # fmt: skip
         low = kernels._low_part(lse)
+        lists = None if plan.mask_tiles is None else plan.mask_tiles.make(mask)
         statistics = plan.allocate(query).zero_()
         if self.kernel == "backward_query":
-            return lambda: plan.query(query, key, value, mask, None, out, lse, low, grad_out, statistics, grads[0])
+            return lambda: plan.query(
+                query, key, value, mask, lists, None, out, lse, low, grad_out, statistics, grads[0]
+            )
         if self.kernel == "backward_key_value":
-            return lambda: plan.key_value(query, key, value, mask, None, statistics, grad_out, *grads[1:])
+            return lambda: plan.key_value(query, key, value, mask, lists, None, statistics, grad_out, *grads[1:])
         buffer = torch.empty((plan.splits, *mask.shape), dtype=plan.mask_dtype, device="cuda")
         return lambda: plan.mask(query, key, value, mask, None, statistics, grad_out, buffer)
 

@@ -564,3 +564,34 @@ def gradient_for(call: Call, seed: int = 9) -> Tensor:
     generator = torch.Generator(device=call.query.device).manual_seed(seed)
     shape = (*batch, call.query.size(-2), call.value.size(-1))
     return torch.randn(shape, generator=generator, device=call.query.device, dtype=torch.float32).to(call.query.dtype)
+
+
+def block_pattern(
+    shape: tuple[int, ...], dtype: torch.dtype, seed: int, *, block: int = 64, device: torch.device | str = "cpu"
+) -> Tensor:
+    """A random mask [., ., Sq, Sk] of blocks, each empty, full, random or (floats) lowest or a bias, at any offset.
+
+    Nothing but chance decides what is side by side, rows and columns without a single key included.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int) -> Tensor:
+        return torch.rand(size, generator=generator)
+
+    outer, (seqlen_q, seqlen_k) = shape[:2], shape[2:]
+    rows, keys = -(-seqlen_q // block), -(-seqlen_k // block)
+    kinds = draw(*outer, rows, keys)
+    kinds = torch.where(draw(*outer, rows, 1) < 0.15, 0.1, kinds)  # whole rows of blocks without anything
+    kinds = torch.where(draw(*outer, 1, keys) < 0.15, 0.1, kinds)
+    kinds = kinds.repeat_interleave(block, 2).repeat_interleave(block, 3)
+    shift = [int(draw(1) * block) if draw(1) < 0.3 else 0 for _ in range(2)]
+    kinds = kinds.roll(shift, (2, 3))[:, :, :seqlen_q, :seqlen_k]
+    random = draw(*outer, seqlen_q, seqlen_k) < 0.6
+    seen = (kinds >= 0.35) & ((kinds < 0.75) | random)
+    if dtype == torch.bool:
+        return seen.contiguous().to(device)
+    mask = torch.zeros(seen.shape).masked_fill(~seen, -math.inf)
+    bias = torch.randn(seen.shape, generator=generator)
+    mask = torch.where(kinds > 0.88, bias, mask).to(dtype)
+    mask[(kinds > 0.15) & (kinds < 0.35)] = torch.finfo(dtype).min
+    return mask.to(device)

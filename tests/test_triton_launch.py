@@ -49,8 +49,8 @@ def test_arguments_of_a_forward(launched, dtype, masked):
                 return [tensor.data_ptr()]
             return [("map", tensor.data_ptr()), *tensor.shape, *tensor.stride()]
 
-        expected = [query.data_ptr(), *streamed(key), *streamed(value), mask.data_ptr() if masked else None, None]
-        expected += [out.data_ptr(), logsumexp.data_ptr(), None]
+        expected = [query.data_ptr(), *streamed(key), *streamed(value), mask.data_ptr() if masked else None]
+        expected += [None, None, out.data_ptr(), logsumexp.data_ptr(), None]  # no lists of the mask's tiles, no seed
         assert list(arguments[: len(expected)]) == expected
         rest = arguments[len(expected) :]
         assert rest[:8] == (*query.stride(), *key.stride())

@@ -21,12 +21,17 @@ from .common import MASK_BOOL as _BOOL
 from .common import MASK_FLOAT as _FLOAT
 from .common import MASK_NONE as _NONE
 from .launch import Launch, TensorMap, device_target
+from .mask_plan import MaskTiles, worth_listing
 from .tiles import choose, family
 
 MASK_NONE, MASK_BOOL, MASK_FLOAT = _NONE.value, _BOOL.value, _FLOAT.value
 _LOG2E = math.log2(math.e)
 _MAX_PLANS = 4096
 _MAX_RECENT = 16
+# For measurements (benchmarks/tune_masks.py): mask tiles by tensor maps or by pointers everywhere; one loop over full
+# and mixed tiles in backward_key_value, or two.
+MAP_MASKS = True
+ONE_LOOP = False
 
 
 class _Plans(dict):
@@ -123,7 +128,6 @@ class _Call:
         self.scale = scale
         # The kernels that need only probabilities fold log2(e) into the scale; a float mask needs natural units.
         self.kernel_scale = scale if self.mask_kind == MASK_FLOAT else scale * _LOG2E
-
         itemsize = query.element_size()
         per_vector = 16 // itemsize
         self.unit_stride = all(tensor.stride(3) == 1 for tensor in tensors)
@@ -147,6 +151,13 @@ class _Call:
             extent = self.mask_strides[2] * (seqlen_q - 1) + self.mask_strides[3] * (self.seqlen_k - 1)
             self.mask_offset_type = "i32" if extent < 2**31 else "i64"
 
+        self.listed = mask is not None and self.worth_listing(query, mask)
+        # Tiles of the mask come by tensor maps too, with the sizes that it has in memory; a row for all queries
+        # does not.
+        self.mask_can_be_mapped = False
+        if mask is not None and self.mask_strides[2] != 0:
+            self.unexpanded_mask = mask[tuple(slice(None if stride else 1) for stride in self.mask_strides[:2])]
+            self.mask_can_be_mapped = MAP_MASKS and TensorMap.accepts(self.unexpanded_mask)
         self.constants = {
             "HEAD_DIM": head_dim,
             "HEAD_DIM_V": head_dim_v,
@@ -155,6 +166,7 @@ class _Call:
             "MASK": self.mask_kind,
             "MASK_PER_KEY": self.mask_strides[2] == 0,
             "MASK_UNIT_STRIDE": self.mask_strides[3] == 1,
+            "LISTED": self.listed,
             "DROPOUT": dropout_p > 0.0,
             "UNIT_STRIDE": self.unit_stride,
             "PRECISION": self.precision(allow_tf32),
@@ -170,6 +182,10 @@ class _Call:
             "seqlen_q": ("i32", seqlen_q),
             "seqlen_k": ("i32", self.seqlen_k),
         }
+
+    def worth_listing(self, query, mask) -> bool:
+        shape = [size if stride else 1 for size, stride in zip(mask.shape, self.mask_strides)]
+        return worth_listing(query.shape, self.seqlen_k, shape, self.is_causal)
 
     def precision(self, allow_tf32: bool) -> str:
         """How the products of float32 tensors are computed; half types have one way only."""
@@ -191,7 +207,15 @@ class _Call:
     def strides_of_mask(self) -> dict:
         b, h, q, k = self.mask_strides
         narrow = self.mask_offset_type
-        return {"stride_mb": ("i64", b), "stride_mh": ("i64", h), "stride_mq": (narrow, q), "stride_mk": (narrow, k)}
+        steps = {"mask_batch_step": ("i32", int(b != 0)), "mask_head_step": ("i32", int(h != 0))}
+        strides = {"stride_mb": ("i64", b), "stride_mh": ("i64", h), "stride_mq": (narrow, q), "stride_mk": (narrow, k)}
+        return strides | steps
+
+    def list_strides(self, mask_tiles, of_queries: bool = False) -> dict:
+        """How far lists of blocks are apart; with none, any numbers will do."""
+        values = (0, 0, 0, 0) if mask_tiles is None else mask_tiles.strides(of_queries)
+        names = ("stride_lb", "stride_lh", "stride_lt", "lists_offset")
+        return {name: ("i64", value) for name, value in zip(names, values, strict=True)}
 
     def divisors(self, pointers: dict, strides: dict, mask_strides: dict) -> dict:
         """What the compiler may assume; all strides of a group share one divisor, so that few variants are compiled."""
@@ -199,11 +223,11 @@ class _Call:
         if self.divisor > 1:
             rows = [name for name in strides if not name.endswith("d")]
             found |= dict.fromkeys(rows, self.divisor)
-            others = ("mask", "dropout_seed", "grad_mask", "logsumexp", "logsumexp_low")
+            others = ("mask", "mask_tiles", "dropout_seed", "grad_mask", "logsumexp", "logsumexp_low")
             found |= {name: 16 for name in pointers if name not in others}
         if self.mask_divisor > 1:
             found |= dict.fromkeys(("stride_mb", "stride_mh", "stride_mq"), 16)
-            found |= {"mask": 16}
+            found |= {"mask": 16} if "mask" in pointers else {}
         absent = {name for name, tensor in pointers.items() if tensor is None}
         return {name: value for name, value in found.items() if name not in absent}
 
@@ -212,7 +236,8 @@ class _Call:
         kind = "masked" if self.mask_kind != MASK_NONE else "causal" if self.is_causal else "full"
         return choose(kernel, self.family, self.dtype.itemsize, self.head_dim_padded, kind)
 
-    def launch(self, kernel, programs, tile, pointers, strides, mask_strides, scalars, names, streamed=None):
+    def launch(self, kernel, programs, tile, pointers, strides, mask_strides, scalars, names, streamed=None,
+               rows_of_statistics=None, whole_mask=True):
         """streamed: {name: (rows, columns) of its tiles} for the tensors that the kernel's loop walks."""
         order = kernel.arg_names
         every_scalar = strides | mask_strides | scalars
@@ -221,6 +246,11 @@ class _Call:
         if can_map and all(TensorMap.accepts(pointers[name]) for name in streamed):
             maps = {name: TensorMap(pointers[name], *block) for name, block in streamed.items()}
         constants = self.constants | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": bool(maps)} | names
+        constants["MASK_TMA"] = bool(maps) and self.mask_can_be_mapped and whole_mask
+        if maps and rows_of_statistics is not None:
+            maps["statistics"] = TensorMap(rows_of_statistics, 1, tile.block_m)
+        if constants["MASK_TMA"]:
+            maps["mask"] = TensorMap(self.unexpanded_mask, tile.block_m, tile.block_n)
         launch = Launch(
             kernel,
             programs,
@@ -234,26 +264,37 @@ class _Call:
         return launch if self.target is not None else launch.load(self.device)
 
 
-def _plan_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32,
-                  target=None):
-    call = _Call(query, key, value, mask, dropout_p, is_causal, scale, (query, key, value, out), allow_tf32, target)
-    tile = call.tile("forward")
-    factor = 1
-    kernel_scale = call.kernel_scale
-    if call.mask_kind != MASK_FLOAT:
+class _ForwardPlan:
+    """The launches of one forward: where the mask's tiles are listed, the kernels that do so, then the attention."""
+
+    def __init__(self, query, key, value, mask, seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32,
+                 target=None):
+        tensors = query, key, value, out
+        call = _Call(query, key, value, mask, dropout_p, is_causal, scale, tensors, allow_tf32, target)
+        tile = call.tile("forward")
         # The kernel takes the maximum before it scales, so the sign goes into the query; a zero scale likewise.
         factor = (scale > 0) - (scale < 0)
-        kernel_scale = abs(kernel_scale) if factor else 1.0
-    low = logsumexp if logsumexp is not None and call.mask_kind == MASK_FLOAT else None
-    pointers = {"query": query, "key": key, "value": value, "mask": mask, "dropout_seed": seed, "out": out,
-                "logsumexp": logsumexp, "logsumexp_low": low}
-    strides = (call.strides("qb qh qm qd", query) | call.strides("kb kh kn kd", key)
-               | call.strides("vb vh vn vd", value) | call.strides("ob oh om od", out))
-    scalars = call.sizes | {"scale": ("fp32", kernel_scale)} | call.dropout
-    names = {"STORE_LOGSUMEXP": logsumexp is not None, "QUERY_FACTOR": factor}
-    programs = math.ceil(call.seqlen_q / tile.block_m) * call.batch * call.heads
-    return call.launch(forward_kernels.attention_forward, programs, tile, pointers, strides, call.strides_of_mask(),
-                       scalars, names, {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)})
+        kernel_scale = abs(call.kernel_scale) if factor else 1.0
+        low = logsumexp if logsumexp is not None and call.mask_kind == MASK_FLOAT else None
+        self.mask_tiles = MaskTiles(call, mask, tile) if call.listed else None
+        lists = self.mask_tiles.buffer if call.listed else None
+        pointers = {"query": query, "key": key, "value": value, "mask": mask, "mask_tiles": lists, "dropout_seed": seed,
+                    "out": out, "logsumexp": logsumexp, "logsumexp_low": low}
+        strides = (call.strides("qb qh qm qd", query) | call.strides("kb kh kn kd", key)
+                   | call.strides("vb vh vn vd", value) | call.strides("ob oh om od", out))
+        scalars = call.sizes | {"scale": ("fp32", kernel_scale)} | call.dropout | call.list_strides(self.mask_tiles)
+        names = {"STORE_LOGSUMEXP": logsumexp is not None, "QUERY_FACTOR": factor}
+        names["BOUND_KEYS"] = call.seqlen_k % tile.block_n != 0
+        programs = math.ceil(call.seqlen_q / tile.block_m) * call.batch * call.heads
+        self.attention = call.launch(
+            forward_kernels.attention_forward, programs, tile, pointers, strides, call.strides_of_mask(), scalars,
+            names, {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
+        )
+
+    @property
+    def launches(self) -> list[Launch]:
+        """In the order in which they run."""
+        return [*(self.mask_tiles.launches if self.mask_tiles is not None else []), self.attention]
 
 
 def forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32) -> None:
@@ -266,11 +307,12 @@ def forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, 
     """
     tensors = (query, key, value, out) if mask is None else (query, key, value, out, mask)
     rest = (mask is None, dropout_p, is_causal, scale, logsumexp is None, allow_tf32)
-    launch = _plans.find(rest, tensors)
-    if launch is None:
-        launch = _plans.look_up(rest, tensors, lambda: _plan_forward(
+    plan = _plans.find(rest, tensors)
+    if plan is None:
+        plan = _plans.look_up(rest, tensors, lambda: _ForwardPlan(
             query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32))
-    launch(query, key, value, mask, dropout_seed, out, logsumexp, _low_part(logsumexp))
+    lists = None if plan.mask_tiles is None else plan.mask_tiles.make(mask)
+    plan.attention(query, key, value, mask, lists, dropout_seed, out, logsumexp, _low_part(logsumexp))
 
 
 def _low_part(logsumexp: torch.Tensor | None) -> torch.Tensor | None:
@@ -286,15 +328,22 @@ class _BackwardPlan:
         tensors = [t for t in (query, key, value, out, grad_out, grad_query, grad_key, grad_value) if t is not None]
         call = _Call(query, key, value, mask, dropout_p, is_causal, scale, tensors, allow_tf32, target)
         low = logsumexp if logsumexp.dim() == 4 else None
-        inputs = {"query": query, "key": key, "value": value, "mask": mask, "dropout_seed": seed}
+        self.mask_tiles = None
+        if call.listed:
+            key_tile = None if grad_key is None else call.tile("backward_key_value")
+            self.mask_tiles = MaskTiles(call, mask, call.tile("backward_query"), key_tile)
+        lists = self.mask_tiles.buffer if call.listed else None
+        inputs = {"query": query, "key": key, "value": value, "mask": mask, "mask_tiles": lists, "dropout_seed": seed}
         # Rows of statistics reach to the end of the last tile of every kernel, so that nobody needs bounds there.
         kernels = ("backward_query", "backward_key_value", "backward_mask")
         longest = max(call.tile(kernel).block_m for kernel in kernels)
         self.padded_q = math.ceil(call.seqlen_q / longest) * longest
         plane = call.batch * call.heads * self.padded_q
-        self.statistics = (2 if low is None else 3) * plane
+        planes = 2 if low is None else 3
+        self.statistics = planes * plane
         # Its type is all that matters of a buffer here; each call brings its own.
         statistics = {"statistics": torch.empty(0, dtype=torch.float32, device=query.device)}
+        rows_of_statistics = torch.empty((1, planes, call.batch * call.heads, self.padded_q), device="meta")
         strides = (call.strides("qb qh qm qd", query) | call.strides("kb kh kn kd", key)
                    | call.strides("vb vh vn vd", value) | call.strides("gb gh gm gd", grad_out))
         scalars = call.sizes | call.dropout
@@ -309,8 +358,9 @@ class _BackwardPlan:
         query_strides |= call.strides("dqb dqh dqm dqd", query if grad_query is None else grad_query)
         self.query = call.launch(
             backward_kernels.attention_backward_query, self.padded_q // tile.block_m * call.batch * call.heads, tile,
-            pointers, query_strides, call.strides_of_mask(), scalars | {"logsumexp_pitch": ("i64", logsumexp_pitch)},
-            names | {"ONLY_DELTA": grad_query is None},
+            pointers, query_strides, call.strides_of_mask(),
+            scalars | {"logsumexp_pitch": ("i64", logsumexp_pitch)} | call.list_strides(self.mask_tiles),
+            names | {"ONLY_DELTA": grad_query is None, "BOUND_KEYS": call.seqlen_k % tile.block_n != 0},
             {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
         )
 
@@ -322,13 +372,18 @@ class _BackwardPlan:
             key_strides |= call.strides("dvb dvh dvn dvd", grad_value)
             bounds = {"BOUND_QUERIES": call.seqlen_q % tile.block_m != 0}
             bounds |= {"BOUND_KEYS": call.seqlen_k % tile.block_n != 0}
+            one_mask = call.mask_strides[1] == 0 or call.heads == call.kv_heads
+            bounds |= {"ONE_LOOP": ONE_LOOP}
+            bounds |= {"MASK_AT_END": call.mask_kind == MASK_BOOL and call.mask_strides[2] == 0 and one_mask}
+            # By the number of all rows, with a mask too: how many of them a list names is known on the GPU alone.
             rows = call.seqlen_q * (call.heads // call.kv_heads)
             bounds |= {"LONG_SUM": rows > 4 * backward_kernels.SUM_ROWS.value}
             self.key_value = call.launch(
                 backward_kernels.attention_backward_key_value,
                 math.ceil(call.seqlen_k / tile.block_n) * call.batch * call.kv_heads, tile, pointers, key_strides,
-                call.strides_of_mask(), scalars, names | bounds,
+                call.strides_of_mask(), scalars | call.list_strides(self.mask_tiles, of_queries=True), names | bounds,
                 {"query": (tile.block_m, call.block_d), "grad_out": (tile.block_m, call.block_dv)},
+                rows_of_statistics,
             )
 
         self.mask = None
@@ -353,11 +408,21 @@ class _BackwardPlan:
             self.mask_dtype = mask.dtype if self.splits == 1 else torch.float32
             grad_mask = torch.empty(0, dtype=self.mask_dtype, device=query.device)
             pointers = inputs | statistics | {"grad_out": grad_out, "grad_mask": grad_mask}
+            del pointers["mask_tiles"]
             self.mask = call.launch(
                 backward_kernels.attention_backward_mask, owned * self.splits, tile, pointers, strides,
                 call.strides_of_mask() | mask_strides, scalars,
                 names | {"MASK_PER_KEY": mask_q == 1, "MASK_PER_QUERY": mask_k == 1},
+                {"query": (tile.block_m, call.block_d), "grad_out": (tile.block_m, call.block_dv),
+                 "key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
+                rows_of_statistics, whole_mask=mask_q > 1 and mask_k > 1,
             )
+
+    @property
+    def launches(self) -> list[Launch]:
+        """In the order in which they run."""
+        attention = [launch for launch in (self.query, self.key_value, self.mask) if launch is not None]
+        return [*(self.mask_tiles.launches if self.mask_tiles is not None else []), *attention]
 
     def allocate(self, query) -> torch.Tensor:
         """Room for the row statistics: float32, planes times [B, H, padded_q]."""
@@ -387,10 +452,11 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dr
             query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, grad_out, grad_query,
             grad_key, grad_value, needs_mask, logsumexp.size(-1), allow_tf32))
     statistics = plan.allocate(query)
-    plan.query(query, key, value, mask, dropout_seed, out, logsumexp, _low_part(logsumexp), grad_out, statistics,
+    lists = None if plan.mask_tiles is None else plan.mask_tiles.make(mask)
+    plan.query(query, key, value, mask, lists, dropout_seed, out, logsumexp, _low_part(logsumexp), grad_out, statistics,
                grad_query)
     if plan.key_value is not None:
-        plan.key_value(query, key, value, mask, dropout_seed, statistics, grad_out, grad_key, grad_value)
+        plan.key_value(query, key, value, mask, lists, dropout_seed, statistics, grad_out, grad_key, grad_value)
     if plan.mask is None:
         return None
     buffer = torch.empty((plan.splits, *mask.shape), dtype=plan.mask_dtype, device=query.device)
@@ -409,11 +475,12 @@ def compile_for(target, query, key, value, mask=None, *, dropout_p=0.0, is_causa
     statistics = (2, *query.shape[:3]) if mask is not None and mask.dtype != torch.bool else query.shape[:3]
     lse = torch.empty(statistics) if logsumexp else None
     seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
-    launches = [_plan_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, allow_tf32, target)]
+    plan = _ForwardPlan(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, allow_tf32, target)
+    launches = plan.launches
     if backward:
         grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
         grad_out = torch.empty_like(out)
         plan = _BackwardPlan(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, grad_out, *grads,
                               mask_gradient, query.size(2), allow_tf32, target)
-        launches += [launch for launch in (plan.query, plan.key_value, plan.mask) if launch is not None]
+        launches += plan.launches
     return {launch.name: launch.compile(target) for launch in launches if only in (None, launch.name)}

@@ -54,25 +54,41 @@ def _load_statistics(statistics, plane, position, HAS_LOW: tl.constexpr):
 
 
 @triton.jit
-def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, key_index, row_key, column_key, mask,
-                   stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
-                   BOUND_KEYS: tl.constexpr, DIAGONAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
-                   MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr):
+def _stream_statistics(statistics, head_index, first_query, BLOCK_M: tl.constexpr, HAS_LOW: tl.constexpr):
+    """_load_statistics by the copy engine, each [1, BLOCK_M]; statistics is a tensor map [1, planes, B * H, padded].
+
+    The copies that it replaces, sixteen of four bytes for each thread and tile, took the registers that spilled.
+    """
+    high = statistics.load([0, 0, head_index, first_query]).reshape([1, BLOCK_M])
+    delta = statistics.load([0, 1, head_index, first_query]).reshape([1, BLOCK_M])
+    if HAS_LOW:
+        low = statistics.load([0, 2, head_index, first_query]).reshape([1, BLOCK_M])
+    else:
+        low = 0.0
+    return high, low, delta
+
+
+@triton.jit
+def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, key_index, row_key, column_key, mask_tile,
+                   seqlen_k, scale, dropout_threshold, dropout_scale, BOUND_KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
+                   MASK: tl.constexpr, NATURAL: tl.constexpr, SELECT: tl.constexpr, DROPOUT: tl.constexpr):
     """(probabilities after dropout, gradient of the scores) for one tile, in either orientation.
 
     high, low, delta, query_index and row_key broadcast along the keys, key_index and column_key along the queries.
+    mask_tile is what load_mask gave. NATURAL: high and scale are in natural units (there is a float mask, whether it
+    matters here or not). Without SELECT the caller clears what a bias of -inf hides, where it may be NaN.
     """
     if MASK == MASK_FLOAT:
-        bias = load_mask(mask, tl.minimum(query_index, seqlen_q - 1), key_index, stride_mq, stride_mk, seqlen_k, MASK,
-                         MASK_PER_KEY, MASK_UNIT_STRIDE, BOUND_KEYS)
-        probabilities = tl.exp2((((scores * scale + bias) - high) - low) * LOG2E)
-        probabilities = tl.where(bias == float("-inf"), 0.0, probabilities)
+        # In this order: scores that a bias of finfo.min absorbed in the forward must be absorbed here.
+        probabilities = tl.exp2(((scores * scale + mask_tile) - high) * LOG2E - low * LOG2E)
+        if SELECT:
+            probabilities = tl.where(mask_tile == float("-inf"), 0.0, probabilities)
+    elif NATURAL:
+        probabilities = tl.exp2(scores * (scale * LOG2E) - (high * LOG2E + low * LOG2E))
     else:
         probabilities = tl.exp2(scores * scale - high)
         if MASK == MASK_BOOL:
-            seen = load_mask(mask, tl.minimum(query_index, seqlen_q - 1), key_index, stride_mq, stride_mk, seqlen_k,
-                             MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, BOUND_KEYS)
-            probabilities = tl.where(seen, probabilities, 0.0)
+            probabilities = tl.where(mask_tile, probabilities, 0.0)
     if DIAGONAL:
         probabilities = tl.where(query_index >= key_index, probabilities, 0.0)
     if BOUND_KEYS and MASK == MASK_NONE:  # the masks above have done it
@@ -87,16 +103,24 @@ def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, ke
 
 
 @triton.jit
-def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, first, last, query_index, row_key, key,
-                value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
-                stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
-                HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-                MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr,
-                UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
-    """The loop of attention_backward_query over the keys first..last."""
+def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, first, last, entries, first_query,
+                query_index, row_key, key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index,
+                stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
+                dropout_threshold, dropout_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+                BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr,
+                MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, STEP: tl.constexpr,
+                DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
+    """The loop of attention_backward_query over the keys first..last, or a list of blocks (see the forward's)."""
     keys = tl.arange(0, BLOCK_N)
-    for start in tl.range(first, last, BLOCK_N):
+    if STEP != 0:
+        upcoming = tl.load(entries)
+    for counter in tl.range(first, last, 1 if STEP != 0 else BLOCK_N):
+        if STEP != 0:
+            start = upcoming.to(tl.int32) * BLOCK_N
+            upcoming = tl.load(entries + (counter + 1) * STEP)
+        else:
+            start = counter
         key_index = start + keys
         key_tile = stream_tile(key, batch, kv_head, start, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D,
                                HEAD_DIM, UNIT_STRIDE, PARTIAL, TMA)
@@ -105,11 +129,13 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, fi
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
         grad_probabilities = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
         column_key = dropout_column_key(seed, key_index, head_index)[None, :] if DROPOUT else 0
+        mask_tile = load_mask(mask, mask_batch, mask_head, first_query, start, query_index[:, None], key_index[None, :],
+                              stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY,
+                              MASK_UNIT_STRIDE, PARTIAL, False, MASK_TMA)
         _, grad_scores = _gradient_tile(
             scores, grad_probabilities, high[:, None], low[:, None], delta[:, None], query_index[:, None],
-            key_index[None, :], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
-            dropout_threshold, dropout_scale, PARTIAL, PARTIAL and CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE,
-            DROPOUT)
+            key_index[None, :], row_key, column_key, mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale,
+            PARTIAL, PARTIAL and CAUSAL, MASK, NATURAL, True, DROPOUT)
         grad_query_tile = tl.dot(as_operand(grad_scores, key_tile.dtype, PRECISION), key_tile, grad_query_tile,
                                  input_precision=PRECISION)
     return grad_query_tile
@@ -117,7 +143,7 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, fi
 
 @triton.jit
 def attention_backward_query(
-    query, key, value, mask, dropout_seed, out, logsumexp, logsumexp_low, grad_out, statistics, grad_query,
+    query, key, value, mask, mask_tiles, dropout_seed, out, logsumexp, logsumexp_low, grad_out, statistics, grad_query,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -125,26 +151,28 @@ def attention_backward_query(
     stride_ob, stride_oh, stride_om, stride_od,
     stride_gb, stride_gh, stride_gm, stride_gd,
     stride_dqb, stride_dqh, stride_dqm, stride_dqd,
+    mask_batch_step, mask_head_step, stride_lb, stride_lh, stride_lt, lists_offset,
     logsumexp_pitch, padded_q, plane, num_heads, group_size, seqlen_q, seqlen_k, scale, out_scale, dropout_threshold,
     dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
-    ONLY_DELTA: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, LISTED: tl.constexpr,
+    BOUND_KEYS: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, ONLY_DELTA: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """grad_query like query, and the row statistics for the other kernels. ONLY_DELTA: the query needs no gradient.
 
     scale multiplies the scores (with log2(e) unless there is a float mask), out_scale the result. statistics is
     float32, planes of [B, H, padded_q]: logsumexp in the units of the scores, delta and, if HAS_LOW, logsumexp_low.
     Rows that see no key and rows past the end get +inf, so that their probabilities come out as zeros: our forward
-    writes -inf for the former, some of PyTorch's +inf.
+    writes -inf for the former, some of PyTorch's +inf. LISTED: the key blocks to visit are lists in mask_tiles.
     """
     num_tiles = padded_q // BLOCK_M
     program = tl.program_id(0)
     head_index = program // num_tiles
     tile = program % num_tiles
-    if CAUSAL:
-        tile = num_tiles - 1 - tile  # longest first
+    if CAUSAL or LISTED:
+        tile = num_tiles - 1 - tile  # longest first, or so it is where the mask is causal
     batch = head_index // num_heads
     head = head_index % num_heads
     kv_head = head // group_size
@@ -180,7 +208,9 @@ def attention_backward_query(
             key += batch * stride_kb + kv_head * stride_kh
             value += batch * stride_vb + kv_head * stride_vh
         grad_query += batch * stride_dqb + head * stride_dqh
-        if MASK != MASK_NONE:
+        mask_batch = batch * mask_batch_step
+        mask_head = head * mask_head_step
+        if MASK != MASK_NONE and not MASK_TMA:
             mask += batch * stride_mb + head * stride_mh
         if DROPOUT:
             seed = tl.load(dropout_seed)
@@ -193,56 +223,92 @@ def attention_backward_query(
         query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
         grad_out_tile = as_operand(grad_out_tile, grad_out.dtype.element_ty, PRECISION)
         grad_query_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        if CAUSAL:
-            last = tl.minimum(seqlen_k, first_query + BLOCK_M)
-            whole = tl.minimum(seqlen_k, first_query + 1) // BLOCK_N * BLOCK_N
+        NATURAL: tl.constexpr = MASK == MASK_FLOAT
+        if LISTED:
+            # Tiles past the end only have statistics to leave; whatever they visit comes to nothing.
+            block = tl.minimum(tile, tl.cdiv(seqlen_q, BLOCK_M) - 1)
+            lists = mask_tiles + lists_offset + batch * stride_lb + head * stride_lh + block * stride_lt
+            full_end = tl.load(lists).to(tl.int32)
+            partial_end = tl.load(lists + 1).to(tl.int32)
+            partial_begin = 0
+            full_entries = lists + 2
+            partial_entries = lists + (1 + tl.cdiv(seqlen_k, BLOCK_N))
         else:
-            last = seqlen_k
-            whole = seqlen_k // BLOCK_N * BLOCK_N
+            full_end = (tl.minimum(seqlen_k, first_query + 1) if CAUSAL else seqlen_k) // BLOCK_N * BLOCK_N
+            partial_end = tl.minimum(seqlen_k, first_query + BLOCK_M) if CAUSAL else seqlen_k
+            partial_begin = full_end
+            full_entries = mask_tiles
+            partial_entries = mask_tiles
         grad_query_tile = _visit_keys(
-            grad_query_tile, query_tile, grad_out_tile, high, low, delta, 0, whole, query_index, row_key, key, value,
-            mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
-            seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-            BLOCK_N, False, CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
-        if whole < last:
+            grad_query_tile, query_tile, grad_out_tile, high, low, delta, 0, full_end, full_entries, first_query,
+            query_index, row_key, key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn,
+            stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
+            dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, CAUSAL,
+            MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0,
+            DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+        if partial_begin < partial_end:
             grad_query_tile = _visit_keys(
-                grad_query_tile, query_tile, grad_out_tile, high, low, delta, whole, last, query_index, row_key, key,
-                value, mask, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
-                stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                BLOCK_DV, BLOCK_N, True, CAUSAL, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA,
-                PRECISION)
+                grad_query_tile, query_tile, grad_out_tile, high, low, delta, partial_begin, partial_end,
+                partial_entries, first_query, query_index, row_key, key, value, mask, mask_batch, mask_head, batch,
+                kv_head, seed, head_index, stride_kn,
+                stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
+                dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED,
+                CAUSAL, MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT,
+                UNIT_STRIDE, TMA, PRECISION)
         store_tile(grad_query, grad_query_tile * out_scale, first_query, rows, stride_dqm, stride_dqd, seqlen_q,
                    BLOCK_D, HEAD_DIM, UNIT_STRIDE)
 
 
 @triton.jit
-def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, key_index, column_key, query,
-                   mask, batch, head, seed, statistics, plane, grad_out, head_index, stride_qm, stride_qd, stride_gm,
-                   stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
-                   HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
-                   DIAGONAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
-                   MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
+def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, entries, jump_at, jump, first_key,
+                   key_index, column_key,
+                   query, mask, mask_batch, mask_head, batch, head, seed, statistics, plane, grad_out, head_index,
+                   stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
+                   dropout_threshold, dropout_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+                   BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                   BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr, DIAGONAL: tl.constexpr, MASK: tl.constexpr,
+                   NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
+                   MASK_TMA: tl.constexpr, STEP: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
                    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
-    """The loop of attention_backward_key_value over the queries first..last of one head."""
+    """The loop of attention_backward_key_value over the queries first..last of one head, or a list of blocks.
+
+    STEP as in the forward's; 2 reads a list upwards and skips `jump` entries after the first `jump_at`.
+    """
     rows = tl.arange(0, BLOCK_M)
-    for start in tl.range(first, last, BLOCK_M):
+    if STEP == 2:
+        upcoming = tl.load(entries + (first + tl.where(first < jump_at, 0, jump)))
+    elif STEP != 0:
+        upcoming = tl.load(entries + first * STEP)
+    for counter in tl.range(first, last, 1 if STEP != 0 else BLOCK_M):
+        if STEP == 2:
+            start = upcoming.to(tl.int32) * BLOCK_M
+            upcoming = tl.load(entries + (counter + 1 + tl.where(counter + 1 < jump_at, 0, jump)))
+        elif STEP != 0:
+            start = upcoming.to(tl.int32) * BLOCK_M
+            upcoming = tl.load(entries + (counter + 1) * STEP)
+        else:
+            start = counter
         query_index = start + rows
         query_tile = stream_tile(query, batch, head, start, rows, stride_qm, stride_qd, seqlen_q, BLOCK_M, BLOCK_D,
                                  HEAD_DIM, UNIT_STRIDE, BOUND_QUERIES, TMA)
         grad_out_tile = stream_tile(grad_out, batch, head, start, rows, stride_gm, stride_gd, seqlen_q, BLOCK_M,
                                     BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, BOUND_QUERIES, TMA)
-        # Broadcast to rank 2 first: the loads then have the layout of the scores.
-        high, low, delta = _load_statistics(statistics, plane, query_index[None, :], HAS_LOW)
+        if TMA:
+            high, low, delta = _stream_statistics(statistics, head_index, start, BLOCK_M, HAS_LOW)
+        else:
+            # Broadcast to rank 2 first: the loads then have the layout of the scores.
+            high, low, delta = _load_statistics(statistics, plane, query_index[None, :], HAS_LOW)
         scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
         grad_probabilities = tl.dot(value_tile, tl.trans(grad_out_tile), input_precision=PRECISION)
         row_key = dropout_row_key(seed, query_index, head_index)[None, :] if DROPOUT else 0
         # Keys past the end are not stored: only loads of the mask need bounds there.
+        mask_tile = load_mask(mask, mask_batch, mask_head, start, first_key, query_index[None, :], key_index[:, None],
+                              stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY,
+                              MASK_UNIT_STRIDE, BOUND_KEYS, True, MASK_TMA)
         kept, grad_scores = _gradient_tile(
-            scores, grad_probabilities, high, low, delta, query_index[None, :],
-            key_index[:, None], row_key, column_key, mask, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
-            dropout_threshold, dropout_scale, BOUND_KEYS and MASK != MASK_NONE, DIAGONAL, MASK, MASK_PER_KEY,
-            MASK_UNIT_STRIDE, DROPOUT)
+            scores, grad_probabilities, high, low, delta, query_index[None, :], key_index[:, None], row_key, column_key,
+            mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale, False, DIAGONAL, MASK, NATURAL, True,
+            DROPOUT)
         grad_value_tile = tl.dot(as_operand(kept, grad_out_tile.dtype, PRECISION), grad_out_tile, grad_value_tile,
                                  input_precision=PRECISION)
         grad_key_tile = tl.dot(as_operand(grad_scores, query_tile.dtype, PRECISION), query_tile, grad_key_tile,
@@ -251,8 +317,20 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
 
 
 @triton.jit
+def _part_of_list(part, skipped, length, BLOCK_M: tl.constexpr):
+    """(first, last): which entries of a list are in a part of SUM_ROWS rows, where `skipped` blocks come before them.
+
+    For a part without any both are 0 or both `length`, so that what is read ahead lies in the list.
+    """
+    BLOCKS: tl.constexpr = SUM_ROWS // BLOCK_M
+    first = part * BLOCKS - skipped
+    last = first + BLOCKS
+    return tl.minimum(tl.maximum(first, 0), length), tl.minimum(tl.maximum(last, 0), length)
+
+
+@triton.jit
 def attention_backward_key_value(
-    query, key, value, mask, dropout_seed, statistics, grad_out, grad_key, grad_value,
+    query, key, value, mask, mask_tiles, dropout_seed, statistics, grad_out, grad_key, grad_value,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -260,17 +338,24 @@ def attention_backward_key_value(
     stride_gb, stride_gh, stride_gm, stride_gd,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd,
     stride_dvb, stride_dvh, stride_dvn, stride_dvd,
+    mask_batch_step, mask_head_step, stride_lb, stride_lh, stride_lt, lists_offset,
     padded_q, plane, num_heads, group_size, seqlen_q, seqlen_k, scale, out_scale, dropout_threshold, dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
+    MASK_TMA: tl.constexpr, MASK_AT_END: tl.constexpr, LISTED: tl.constexpr, ONE_LOOP: tl.constexpr,
     HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, LONG_SUM: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics.
 
+    LISTED: the query blocks to visit are lists in mask_tiles. MASK_AT_END: a bool mask with one row for all queries of
+    these heads needs no comparisons in the loop, its keys' gradients are set to zero at the end. ONE_LOOP: the mask is
+    applied in full blocks too, for the sake of registers.
+
     LONG_SUM: no more than SUM_ROWS rows are added up in the tensor cores at a time. They cut off instead of rounding,
-    which after eight million rows would be 1% of the result.
+    which after eight million rows would be 1% of the result. Lists are cut likewise, after as many blocks, since a list
+    may name every block; parts past its end are empty and cost two loads.
     """
     num_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     program = tl.program_id(0)
@@ -301,33 +386,83 @@ def attention_backward_key_value(
     # Causal: one loop that compares everywhere beats a loop for the diagonal and one for the rest (11% at head_dim
     # 128), which share their registers badly.
     first = first_key // BLOCK_M * BLOCK_M if CAUSAL else 0
+    last = seqlen_q
+    NATURAL: tl.constexpr = MASK == MASK_FLOAT
+    LIST_STEP: tl.constexpr = 0 if not LISTED or MASK_PER_KEY else 2 if ONE_LOOP else -1
+    if MASK_AT_END:
+        keys_mask = mask + (batch * stride_mb + kv_head * group_size * stride_mh)
+        seen = load_mask(keys_mask, 0, 0, 0, 0, 0, key_index, stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M,
+                         BLOCK_N, MASK, True, MASK_UNIT_STRIDE, True, False, False)
+        last = tl.where(tl.max(seen.to(tl.int32), 0) > 0, seqlen_q, 0)
     num_parts = tl.cdiv(seqlen_q - first, SUM_ROWS) if LONG_SUM else 1
     for item in range(group_size * num_parts):
         member = item // num_parts
-        begin, end = first, seqlen_q
         grad_key_part, grad_value_part = grad_key_tile, grad_value_tile
         if LONG_SUM:
-            begin = first + item % num_parts * SUM_ROWS
-            end = tl.minimum(begin + SUM_ROWS, seqlen_q)
             grad_key_part = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
             grad_value_part = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         head_index = kv_index * group_size + member
         head = kv_head * group_size + member
         head_query = query if TMA else query + (batch * stride_qb + head * stride_qh)
         head_grad_out = grad_out if TMA else grad_out + (batch * stride_gb + head * stride_gh)
-        head_mask = mask + (batch * stride_mb + head * stride_mh) if MASK != MASK_NONE else mask
-        head_statistics = statistics + head_index.to(tl.int64) * padded_q
+        mask_batch = batch * mask_batch_step
+        mask_head = head * mask_head_step
+        head_mask = mask
+        if MASK != MASK_NONE and not MASK_TMA:
+            head_mask += batch * stride_mb + head * stride_mh
+        head_statistics = statistics if TMA else statistics + head_index.to(tl.int64) * padded_q
         column_key = dropout_column_key(seed, key_index, head_index)[:, None] if DROPOUT else 0
+        begin = first
+        end = last
+        if LONG_SUM:
+            begin = first + item % num_parts * SUM_ROWS
+            end = tl.minimum(begin + SUM_ROWS, last)
+        full_end = 0
+        jump = 0
+        entries = mask_tiles
+        if LISTED:
+            lists = mask_tiles + lists_offset + batch * stride_lb + head * stride_lh + tile * stride_lt
+            full_end = tl.load(lists).to(tl.int32)
+            mixed_end = tl.load(lists + 1).to(tl.int32)
+            if MASK_PER_KEY:
+                end = tl.where(full_end + mixed_end > 0, end, 0)
+            elif ONE_LOOP:
+                begin = 0
+                end = full_end + mixed_end
+                entries = lists + 2
+                jump = tl.cdiv(seqlen_q, BLOCK_M) - end  # the mixed ones stand at the list's end
+                if LONG_SUM:
+                    begin, end = _part_of_list(item % num_parts, 0, end, BLOCK_M)
+            else:
+                begin = 0
+                end = mixed_end
+                entries = lists + (1 + tl.cdiv(seqlen_q, BLOCK_M))
+                full_begin = 0
+                if LONG_SUM:
+                    # Counted on from the full ones, so that both together make one part.
+                    begin, end = _part_of_list(item % num_parts, full_end, mixed_end, BLOCK_M)
+                    full_begin, full_end = _part_of_list(item % num_parts, 0, full_end, BLOCK_M)
+                grad_key_part, grad_value_part = _visit_queries(
+                    grad_key_part, grad_value_part, key_tile, value_tile, full_begin, full_end, lists + 2, 0, 0,
+                    first_key, key_index, column_key, head_query, head_mask, mask_batch, mask_head, batch, head, seed,
+                    head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd,
+                    stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM,
+                    HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, False, MASK_NONE,
+                    NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         grad_key_part, grad_value_part = _visit_queries(
-            grad_key_part, grad_value_part, key_tile, value_tile, begin, end, key_index, column_key, head_query,
-            head_mask, batch, head, seed, head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd,
-            stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK, MASK_PER_KEY,
-            MASK_UNIT_STRIDE, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+            grad_key_part, grad_value_part, key_tile, value_tile, begin, end, entries, full_end, jump, first_key,
+            key_index, column_key, head_query, head_mask, mask_batch, mask_head, batch, head, seed, head_statistics,
+            plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk,
+            seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
+            BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK_NONE if MASK_AT_END else MASK, NATURAL,
+            MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, LIST_STEP, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         if LONG_SUM:
             grad_key_part += grad_key_tile
             grad_value_part += grad_value_tile
         grad_key_tile, grad_value_tile = grad_key_part, grad_value_part
+    if MASK_AT_END:
+        grad_key_tile = tl.where(seen[:, None], grad_key_tile, 0.0)
+        grad_value_tile = tl.where(seen[:, None], grad_value_tile, 0.0)
     store_tile(grad_key, grad_key_tile * out_scale, first_key, keys, stride_dkn, stride_dkd, seqlen_k, BLOCK_D,
                HEAD_DIM, UNIT_STRIDE)
     store_tile(grad_value, grad_value_tile, first_key, keys, stride_dvn, stride_dvd, seqlen_k, BLOCK_DV, HEAD_DIM_V,
@@ -340,21 +475,21 @@ def attention_backward_mask(
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
-    stride_mb, stride_mh, stride_mq, stride_mk,
+    stride_mb, stride_mh, stride_mq, stride_mk, mask_batch_step, mask_head_step,
     stride_gb, stride_gh, stride_gm, stride_gd,
     stride_ds, stride_db, stride_dh, stride_dq, stride_dk,
     padded_q, plane, num_batches, num_heads, group_size, seqlen_q, seqlen_k, mask_batches, mask_heads, mask_tiles_q,
     mask_tiles_k, num_splits, scale, dropout_threshold, dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
-    MASK_PER_QUERY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+    MASK_PER_QUERY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, HAS_LOW: tl.constexpr,
+    DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """grad_mask [num_splits, mask_batches, mask_heads, 1 or seqlen_q, 1 or seqlen_k], to be summed over its splits.
 
     A program owns one tile of the mask and sums dS over the batches, heads, query tiles and key tiles that share it
     (mask_batches is 1 or num_batches, and so on; MASK_PER_KEY: one row for all queries, MASK_PER_QUERY: one column for
-    all keys). Where that leaves too few programs, num_splits of them share the sum.
+    all keys). A tile that no query sees has no work. Where that leaves too few programs, num_splits of them share it.
     """
     program = tl.program_id(0)
     split = program % num_splits
@@ -375,40 +510,72 @@ def attention_backward_mask(
     else:
         seed = 0
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for item in range(split, repeat_k * repeat_q * repeat_head * repeat_batch, num_splits):
+    count = repeat_k * repeat_q * repeat_head * repeat_batch
+    ONE_TILE: tl.constexpr = not MASK_PER_KEY and not MASK_PER_QUERY
+    if ONE_TILE:
+        # The same tile of the mask for every item.
+        first_row = owned_q * BLOCK_M
+        first_column = owned_k * BLOCK_N
+        head_mask = mask
+        if not MASK_TMA:
+            head_mask += owned_batch.to(tl.int64) * stride_mb + owned_head.to(tl.int64) * stride_mh
+        mask_tile = load_mask(head_mask, owned_batch * mask_batch_step, owned_head * mask_head_step, first_row,
+                              first_column, (first_row + rows)[:, None], (first_column + keys)[None, :], stride_mq,
+                              stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, MASK, False, MASK_UNIT_STRIDE, True,
+                              False, MASK_TMA)
+        seen = mask_tile != float("-inf")
+        hidden = 1 - tl.max(tl.max(seen.to(tl.int32), 1), 0)
+        count = tl.where(hidden > 0, 0, count)
+    for item in tl.range(split, count, num_splits):
         # At most one of the two terms of each sum is not zero.
         first_key = (owned_k + item % repeat_k) * BLOCK_N
         first_query = (owned_q + item // repeat_k % repeat_q) * BLOCK_M
-        head = owned_head + item // (repeat_k * repeat_q) % repeat_head
-        batch = owned_batch + item // (repeat_k * repeat_q * repeat_head)
+        outer = item // (repeat_k * repeat_q)
+        head = owned_head + outer % repeat_head
+        batch = owned_batch + outer // repeat_head
         head_index = batch * num_heads + head
-        kv_head = (head // group_size).to(tl.int64)
-        batch = batch.to(tl.int64)
-        head = head.to(tl.int64)
+        kv_head = head // group_size if TMA else (head // group_size).to(tl.int64)
+        if not TMA:
+            batch = batch.to(tl.int64)
+            head = head.to(tl.int64)
         query_index = first_query + rows
         key_index = first_key + keys
-        query_tile = load_tile(query + batch * stride_qb + head * stride_qh, first_query, rows, stride_qm, stride_qd,
-                               seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
-        key_tile = load_tile(key + batch * stride_kb + kv_head * stride_kh, first_key, keys, stride_kn, stride_kd,
-                             seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
-        query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
+        query_tile = stream_tile(query if TMA else query + (batch * stride_qb + head * stride_qh), batch, head,
+                                 first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_M, BLOCK_D, HEAD_DIM,
+                                 UNIT_STRIDE, True, TMA)
+        key_tile = stream_tile(key if TMA else key + (batch * stride_kb + kv_head * stride_kh), batch, kv_head,
+                               first_key, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D, HEAD_DIM, UNIT_STRIDE,
+                               True, TMA)
+        query_tile = as_operand(query_tile, key_tile.dtype, PRECISION)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
-        value_tile = load_tile(value + batch * stride_vb + kv_head * stride_vh, first_key, keys, stride_vn, stride_vd,
-                               seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
-        grad_out_tile = load_tile(grad_out + batch * stride_gb + head * stride_gh, first_query, rows, stride_gm,
-                                  stride_gd, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, True)
-        grad_out_tile = as_operand(grad_out_tile, grad_out.dtype.element_ty, PRECISION)
+        value_tile = stream_tile(value if TMA else value + (batch * stride_vb + kv_head * stride_vh), batch, kv_head,
+                                 first_key, keys, stride_vn, stride_vd, seqlen_k, BLOCK_N, BLOCK_DV, HEAD_DIM_V,
+                                 UNIT_STRIDE, True, TMA)
+        grad_out_tile = stream_tile(grad_out if TMA else grad_out + (batch * stride_gb + head * stride_gh), batch, head,
+                                    first_query, rows, stride_gm, stride_gd, seqlen_q, BLOCK_M, BLOCK_DV, HEAD_DIM_V,
+                                    UNIT_STRIDE, True, TMA)
+        grad_out_tile = as_operand(grad_out_tile, value_tile.dtype, PRECISION)
         grad_probabilities = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
-        position = head_index.to(tl.int64) * padded_q + query_index
-        high, low, delta = _load_statistics(statistics, plane, position[:, None], HAS_LOW)
+        if TMA:
+            high, low, delta = _stream_statistics(statistics, head_index, first_query, BLOCK_M, HAS_LOW)
+            high, delta = high.reshape([BLOCK_M, 1]), delta.reshape([BLOCK_M, 1])
+            low = low.reshape([BLOCK_M, 1]) if HAS_LOW else low
+        else:
+            position = head_index.to(tl.int64) * padded_q + query_index
+            high, low, delta = _load_statistics(statistics, plane, position[:, None], HAS_LOW)
         row_key = dropout_row_key(seed, query_index, head_index)[:, None] if DROPOUT else 0
         column_key = dropout_column_key(seed, key_index, head_index)[None, :] if DROPOUT else 0
+        if not ONE_TILE:
+            mask_tile = load_mask(mask + (batch * stride_mb + head * stride_mh), 0, 0, first_query, first_key,
+                                  query_index[:, None], key_index[None, :], stride_mq, stride_mk, seqlen_q, seqlen_k,
+                                  BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, True, False, False)
         _, grad_scores = _gradient_tile(
-            scores, grad_probabilities, high, low, delta, query_index[:, None],
-            key_index[None, :], row_key, column_key, mask + (batch * stride_mb + head * stride_mh), stride_mq,
-            stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, True, False, MASK, MASK_PER_KEY,
-            MASK_UNIT_STRIDE, DROPOUT)
+            scores, grad_probabilities, high, low, delta, query_index[:, None], key_index[None, :], row_key, column_key,
+            mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale, True, False, MASK, True, not ONE_TILE,
+            DROPOUT)
         total += grad_scores
+    if ONE_TILE:
+        total = tl.where(seen, total, 0.0)
 
     grad_mask += split * stride_ds + owned_batch.to(tl.int64) * stride_db + owned_head.to(tl.int64) * stride_dh
     grad_mask += owned_q.to(tl.int64) * BLOCK_M * stride_dq + owned_k.to(tl.int64) * BLOCK_N * stride_dk

@@ -93,23 +93,40 @@ def as_operand(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_mask(base, query_index, key_index, stride_query, stride_key, seqlen_k, MASK: tl.constexpr,
-              PER_KEY: tl.constexpr, UNIT_STRIDE: tl.constexpr, BOUND_KEYS: tl.constexpr):
-    """attn_mask at query_index x key_index, two index tensors that broadcast; keys outside are masked.
+def load_mask(mask, batch, head, first_query, first_key, query_index, key_index, stride_query, stride_key, seqlen_q,
+              seqlen_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PER_KEY: tl.constexpr,
+              UNIT_STRIDE: tl.constexpr, BOUND_KEYS: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr):
+    """attn_mask at query_index x key_index, two index tensors that broadcast; keys outside are masked, rows arbitrary.
 
-    PER_KEY: the mask does not depend on the query, so one vector is loaded instead of a tile.
+    Bool or float32, [BLOCK_M, BLOCK_N] or, TRANSPOSED, [BLOCK_N, BLOCK_M]. PER_KEY: the mask does not depend on the
+    query, so one vector is loaded instead of a tile. TMA: mask is a tensor map, batch and head are coordinates in it;
+    otherwise it points at the mask of this batch and head. 0 if there is no mask.
     """
-    keys = key_index if UNIT_STRIDE else key_index * stride_key
-    pointers = base + keys if PER_KEY else base + query_index * stride_query + keys
-    if BOUND_KEYS:
+    if MASK == MASK_NONE:
+        return 0
+    elif TMA:
+        tile = mask.load([batch, head, first_query, first_key]).reshape([BLOCK_M, BLOCK_N])
+        if TRANSPOSED:
+            tile = tl.trans(tile)
         if MASK == MASK_BOOL:
-            return tl.load(pointers, mask=key_index < seqlen_k, other=0)
+            return tile != 0  # the copy engine fills what lies outside with zeros
+        elif BOUND_KEYS:
+            return tl.where(key_index < seqlen_k, tile.to(tl.float32), float("-inf"))
         else:
-            return tl.load(pointers, mask=key_index < seqlen_k, other=float("-inf")).to(tl.float32)
-    elif MASK == MASK_BOOL:
-        return tl.load(pointers)
+            return tile.to(tl.float32)
     else:
-        return tl.load(pointers).to(tl.float32)
+        keys = key_index if UNIT_STRIDE else key_index * stride_key
+        # Rows past the end are not stored, so any row of the mask will do for them.
+        pointers = mask + keys if PER_KEY else mask + tl.minimum(query_index, seqlen_q - 1) * stride_query + keys
+        if BOUND_KEYS:
+            if MASK == MASK_BOOL:
+                return tl.load(pointers, mask=key_index < seqlen_k, other=0)
+            else:
+                return tl.load(pointers, mask=key_index < seqlen_k, other=float("-inf")).to(tl.float32)
+        elif MASK == MASK_BOOL:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers).to(tl.float32)
 
 
 @triton.jit

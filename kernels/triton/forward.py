@@ -9,9 +9,10 @@ One program computes BLOCK_M query rows of one head:
         rescale the accumulator by exp(old maximum - maximum);  accumulator += probabilities @ value
     out = accumulator / row sum;  logsumexp = maximum + log(row sum)
 
-The loop runs in two parts: key tiles that every row of the tile sees whole, then those that need bounds or the causal
-diagonal. On-chip budget: the query tile, num_stages key and value tiles; accumulator and scores in registers
-(``tiles.py``).
+The loop runs in two parts: key tiles that every row of the tile sees whole, then those that need bounds, the causal
+diagonal or the mask. With LISTED, both parts go through a list that ``mask_tiles.py`` made, and tiles that no row sees
+are in neither; without, a mask is applied everywhere. On-chip budget: the query tile, num_stages key and value tiles;
+accumulator and scores in registers (``tiles.py``).
 
 May import triton and ``common.py`` only. Launched by ``attention.py``.
 """
@@ -36,33 +37,46 @@ from .common import (
 
 
 @triton.jit
-def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, first_query, query_rows, key, value, mask,
-                batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
-                seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
+def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries, first_query, query_rows, key, value,
+                mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn,
+                stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-                MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr,
-                UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
-    """The loop over the keys first..last; PARTIAL: some may lie outside of the sequence or above the diagonal."""
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr,
+                MASK: tl.constexpr, NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
+                MASK_TMA: tl.constexpr, STEP: tl.constexpr, DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+                TMA: tl.constexpr, PRECISION: tl.constexpr):
+    """The loop over the keys first..last; PARTIAL: some may lie outside of the sequence or above the diagonal.
+
+    STEP 1 or -1: first..last counts entries of a list of key blocks instead, read upwards or downwards. NATURAL: scores
+    and row_max are in natural units (there is a float mask, whether it matters here or not), otherwise unscaled.
+    """
     keys = tl.arange(0, BLOCK_N)
     query_index = first_query + query_rows
-    # Rows past the end are not stored, so any row of the mask will do for them.
-    mask_rows = tl.minimum(query_index, seqlen_q - 1)
     if DROPOUT:
         row_key = dropout_row_key(seed, query_index, head_index)
-    for start in tl.range(first, last, BLOCK_N):
+    if STEP != 0:
+        upcoming = tl.load(entries)
+    for position in tl.range(first, last, 1 if STEP != 0 else BLOCK_N):
+        if STEP != 0:
+            start = upcoming.to(tl.int32) * BLOCK_N
+            # One entry ahead, so that a tile's copy need not wait for its number. What follows the last is not used.
+            upcoming = tl.load(entries + (position + 1) * STEP)
+        else:
+            start = position
         key_tile = stream_tile(key, batch, kv_head, start, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D,
                                HEAD_DIM, UNIT_STRIDE, PARTIAL, TMA)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
         key_index = start + keys
         if MASK == MASK_FLOAT:
             # Natural units: finfo.min times log2(e) would be -inf, and such a row is not masked (it gives the mean).
-            bias = load_mask(mask, mask_rows[:, None], key_index[None, :], stride_mq, stride_mk, seqlen_k, MASK,
-                             MASK_PER_KEY, MASK_UNIT_STRIDE, PARTIAL)
+            bias = load_mask(mask, mask_batch, mask_head, first_query, start, query_index[:, None], key_index[None, :],
+                             stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY,
+                             MASK_UNIT_STRIDE, PARTIAL, False, MASK_TMA)
             scores = tl.where(bias == float("-inf"), float("-inf"), scores * scale + bias)
         elif MASK == MASK_BOOL:
-            seen = load_mask(mask, mask_rows[:, None], key_index[None, :], stride_mq, stride_mk, seqlen_k, MASK,
-                             MASK_PER_KEY, MASK_UNIT_STRIDE, PARTIAL)
+            seen = load_mask(mask, mask_batch, mask_head, first_query, start, query_index[:, None], key_index[None, :],
+                             stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY,
+                             MASK_UNIT_STRIDE, PARTIAL, False, MASK_TMA)
             scores = tl.where(seen, scores, float("-inf"))
         elif PARTIAL:
             if CAUSAL:
@@ -71,13 +85,18 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, first_qu
             else:
                 scores = tl.where((key_index < seqlen_k)[None, :], scores, float("-inf"))
 
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # The host made the scale positive, so the maximum commutes with it.
+        new_max = tl.max(scores, 1) * scale if NATURAL and MASK == MASK_NONE else tl.max(scores, 1)
+        new_max = tl.maximum(row_max, new_max)
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        if MASK == MASK_FLOAT:
-            probabilities = tl.exp2((scores - shift[:, None]) * LOG2E)
+        if NATURAL:
+            if MASK == MASK_FLOAT:
+                probabilities = tl.exp2((scores - shift[:, None]) * LOG2E)
+            else:
+                probabilities = tl.exp2(scores * (scale * LOG2E) - (shift * LOG2E)[:, None])
             rescale = tl.exp2((row_max - shift) * LOG2E)
         else:
-            # One multiply-add for each score; the host made the scale positive, so the maximum commutes with it.
+            # One multiply-add for each score.
             probabilities = tl.exp2(scores * scale - (shift * scale)[:, None])
             rescale = tl.exp2(row_max * scale - shift * scale)
         row_sum = row_sum * rescale + tl.sum(probabilities, 1)
@@ -96,30 +115,33 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, first_qu
 
 @triton.jit
 def attention_forward(
-    query, key, value, mask, dropout_seed, out, logsumexp, logsumexp_low,
+    query, key, value, mask, mask_tiles, dropout_seed, out, logsumexp, logsumexp_low,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_mb, stride_mh, stride_mq, stride_mk,
     stride_ob, stride_oh, stride_om, stride_od,
+    mask_batch_step, mask_head_step, stride_lb, stride_lh, stride_lt, lists_offset,
     num_heads, group_size, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, DROPOUT: tl.constexpr, STORE_LOGSUMEXP: tl.constexpr,
-    QUERY_FACTOR: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, LISTED: tl.constexpr,
+    BOUND_KEYS: tl.constexpr, DROPOUT: tl.constexpr, STORE_LOGSUMEXP: tl.constexpr, QUERY_FACTOR: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """out [B, H, seqlen_q, HEAD_DIM_V] and logsumexp [B, H, seqlen_q] (natural logarithm, float32, contiguous).
 
-    scale is positive and, without a float mask, carries log2(e); QUERY_FACTOR (1, -1 or 0) carries the sign.
-    logsumexp_low, with float masks only, is what rounding cut off logsumexp: a row whose scores are all -1e9 or
+    scale is positive and, without a float mask, carries log2(e); QUERY_FACTOR (1, -1 or 0) carries the sign. LISTED:
+    the key blocks to visit are lists in mask_tiles, stride_l* apart from batch to batch, head to head and block to
+    block. logsumexp_low, with float masks only, is what rounding cut off logsumexp: a row whose scores are all -1e9 or
     finfo.min would otherwise lose log(row sum) and with it its normalisation in the backward.
     """
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     program = tl.program_id(0)
     head_index = program // num_tiles
     tile = program % num_tiles
-    if CAUSAL:
-        tile = num_tiles - 1 - tile  # longest first
+    if CAUSAL or LISTED:
+        tile = num_tiles - 1 - tile  # longest first, or so it is where the mask is causal
     batch = head_index // num_heads
     head = head_index % num_heads
     kv_head = head // group_size
@@ -129,7 +151,9 @@ def attention_forward(
     if not TMA:
         key += batch * stride_kb + kv_head * stride_kh
         value += batch * stride_vb + kv_head * stride_vh
-    if MASK != MASK_NONE:
+    mask_batch = batch * mask_batch_step
+    mask_head = head * mask_head_step
+    if MASK != MASK_NONE and not MASK_TMA:
         mask += batch * stride_mb + head * stride_mh
     if DROPOUT:
         seed = tl.load(dropout_seed)
@@ -147,23 +171,33 @@ def attention_forward(
     accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if CAUSAL:
-        last = tl.minimum(seqlen_k, first_query + BLOCK_M)
-        whole = tl.minimum(seqlen_k, first_query + 1) // BLOCK_N * BLOCK_N
+    NATURAL: tl.constexpr = MASK == MASK_FLOAT
+    if LISTED:
+        lists = mask_tiles + lists_offset + batch * stride_lb + head * stride_lh + tile * stride_lt
+        full_end = tl.load(lists).to(tl.int32)
+        partial_end = tl.load(lists + 1).to(tl.int32)
+        partial_begin = 0
+        full_entries = lists + 2
+        partial_entries = lists + (1 + tl.cdiv(seqlen_k, BLOCK_N))
     else:
-        last = seqlen_k
-        whole = seqlen_k // BLOCK_N * BLOCK_N
+        full_end = (tl.minimum(seqlen_k, first_query + 1) if CAUSAL else seqlen_k) // BLOCK_N * BLOCK_N
+        partial_end = tl.minimum(seqlen_k, first_query + BLOCK_M) if CAUSAL else seqlen_k
+        partial_begin = full_end
+        full_entries = mask_tiles
+        partial_entries = mask_tiles
     accumulator, row_max, row_sum = _visit_keys(
-        accumulator, row_max, row_sum, query_tile, 0, whole, first_query, rows, key, value, mask, batch, kv_head, seed,
-        head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
-        scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, False, CAUSAL, MASK,
-        MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
-    if whole < last:
+        accumulator, row_max, row_sum, query_tile, 0, full_end, full_entries, first_query, rows, key, value, mask,
+        mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
+        stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
+        BLOCK_M, BLOCK_N, False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE,
+        MASK_TMA, 1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+    if partial_begin < partial_end:
         accumulator, row_max, row_sum = _visit_keys(
-            accumulator, row_max, row_sum, query_tile, whole, last, first_query, rows, key, value, mask, batch, kv_head,
-            seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
-            scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, True, CAUSAL,
-            MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+            accumulator, row_max, row_sum, query_tile, partial_begin, partial_end, partial_entries, first_query, rows,
+            key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn,
+            stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM,
+            HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK, NATURAL,
+            MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
 
     # A row that sees no key has sum 0 and an accumulator of zeros: zeros it gives. NaN stays NaN.
     accumulator = accumulator * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]

@@ -47,11 +47,12 @@ _TYPES = {
 class TensorMap:
     """How a [B, H, rows, columns] tensor is cut into boxes of [1, 1, block_rows, block_columns] for the copy engine."""
 
-    __slots__ = ("_block", "_encode", "_encoded", "_shape", "_strides", "type")
+    __slots__ = ("_block", "_bytes", "_encode", "_encoded", "_shape", "_strides", "type")
 
     def __init__(self, tensor: torch.Tensor, block_rows: int, block_columns: int):
         self._block = [1, 1, block_rows, block_columns]
-        self.type = f"tensordesc<{_TYPES[tensor.dtype][1:]}{self._block}>"
+        self._bytes = tensor.dtype == torch.bool  # the copy engine has no type of one bit
+        self.type = f"tensordesc<{'i8' if self._bytes else _TYPES[tensor.dtype][1:]}{self._block}>"
         self._shape = list(tensor.shape)
         # A dimension of size 1 may have any stride in PyTorch; a tensor map wants a multiple of 16 bytes.
         outer = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
@@ -77,6 +78,7 @@ class TensorMap:
 
     def describe(self, tensor: torch.Tensor) -> TensorDescriptor:
         """The object that ``kernel[grid](...)`` takes: for the interpreter and for profilers."""
+        tensor = tensor.view(torch.uint8) if self._bytes else tensor
         return TensorDescriptor(tensor, self._shape, self._strides, self._block)
 
     def prepare(self, layout: dict) -> None:
