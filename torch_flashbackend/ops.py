@@ -64,6 +64,18 @@ def _hopper():
     return forward
 
 
+HOPPER_BACKWARD = False
+"""Whether the "cuda" backend runs its own backward where it has one, instead of Triton's."""
+
+
+@functools.cache
+def _hopper_backward():
+    """The backward of the Hopper kernels, likewise."""
+    from .kernels.cuda import backward
+
+    return backward
+
+
 def launch_counts() -> dict[str, int]:
     """How often each kernel was launched in this process since ``reset_launch_counts``, compiled graphs included."""
     return {name: count for name, count in counts.items() if count}
@@ -146,10 +158,7 @@ def _attention_forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_
 
 def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale,
                     output_mask, backend="triton"):  # fmt: skip
-    """What the operator returns, with None for each gradient not asked for.
-
-    The Hopper kernels have no backward: both backends run Triton's.
-    """
+    """What the operator returns, with None for each gradient not asked for."""
     needs_query, needs_key, needs_value, needs_mask = output_mask
     if query.numel() == 0 or key.numel() == 0 or out.numel() == 0:
         likes = (query, key, value, attn_mask)
@@ -162,6 +171,19 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
     grad_key, grad_value = (torch.empty_like(key), torch.empty_like(value)) if both else (None, None)
     if grad_out.stride(3) != 1:  # the gradient of a sum is expanded, say: no vector loads without a copy
         grad_out = grad_out.contiguous()
+    if HOPPER_BACKWARD and backend == "cuda" and attn_mask is None and dropout_p == 0.0:
+        hopper = _hopper_backward()
+        if not (hopper.walkable(grad_out) and hopper.aligned(grad_out)):
+            grad_out = grad_out.clone(memory_format=torch.contiguous_format)
+        tensors = query, key, value, out
+        if hopper.walkable(*tensors) and hopper.aligned(*tensors):
+            if not both:
+                grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+            hopper.backward(
+                grad_out, query, key, value, out, logsumexp, is_causal, scale, grad_query, grad_key, grad_value,
+                torch.are_deterministic_algorithms_enabled(),
+            )  # fmt: skip
+            return grad_query, grad_key if needs_key else None, grad_value if needs_value else None, None
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
     mask = _mask_as_rank_4(attn_mask)
     grad_mask = _kernels().backward(

@@ -57,3 +57,17 @@ __device__ __forceinline__ void named_sync(int name, int threads) {
 __device__ __forceinline__ void named_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
+
+// Semaphores in global memory, by one thread: waits until it has reached `count`; adds one once all that this thread
+// has written, bulk reductions that it has waited for included, is visible to others.
+__device__ __forceinline__ void semaphore_wait(const int* semaphore, int count) {
+  int found;
+  do {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(found) : "l"(semaphore) : "memory");
+  } while (found != count);
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+__device__ __forceinline__ void semaphore_add(int* semaphore) {
+  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
+}

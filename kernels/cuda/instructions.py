@@ -21,11 +21,27 @@ struct Wgmma<{n}> {{
         : {outputs}
         : "r"(a), "r"(b), "r"(accumulate));
   }}
+  static __device__ __forceinline__ void ss_columns(float (&d)[{count}], uint32_t a, uint32_t b, int accumulate) {{
+    asm volatile(
+        "{{\\n.reg .pred p;\\n.reg .b64 a, b;\\nsetp.ne.b32 p, %{c2}, 0;\\n"
+        "mov.b64 a, {{%{c0}, {high}}};\\nmov.b64 b, {{%{c1}, {high}}};\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{type}.{type} {{{registers}}}, a, b, p, 1, 1, 0, 1;\\n}}\\n"
+        : {outputs}
+        : "r"(a), "r"(b), "r"(accumulate));
+  }}
   static __device__ __forceinline__ void rs(float (&d)[{count}], const uint32_t* a, uint32_t b, int accumulate) {{
     asm volatile(
         "{{\\n.reg .pred p;\\n.reg .b64 b;\\nsetp.ne.b32 p, %{c5}, 0;\\nmov.b64 b, {{%{c4}, {high}}};\\n"
         "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{type}.{type} {{{registers}}}, "
         "{{%{c0}, %{c1}, %{c2}, %{c3}}}, b, p, 1, 1, 1;\\n}}\\n"
+        : {outputs}
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
+  }}
+  static __device__ __forceinline__ void rs_rows(float (&d)[{count}], const uint32_t* a, uint32_t b, int accumulate) {{
+    asm volatile(
+        "{{\\n.reg .pred p;\\n.reg .b64 b;\\nsetp.ne.b32 p, %{c5}, 0;\\nmov.b64 b, {{%{c4}, {high}}};\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{type}.{type} {{{registers}}}, "
+        "{{%{c0}, %{c1}, %{c2}, %{c3}}}, b, p, 1, 1, 0;\\n}}\\n"
         : {outputs}
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
   }}

@@ -36,6 +36,67 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xFFFFFFFF, x, 2);
 }
 
+// Words and vectors in shared and global memory.
+__device__ __forceinline__ void write_word(uint32_t address, int word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+__device__ __forceinline__ int read_word(uint32_t address) {
+  int word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
+__device__ __forceinline__ void store_four(uint32_t address, const float* x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+__device__ __forceinline__ float4 read_four(uint32_t address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address));
+  return x;
+}
+// Adds to global memory.
+__device__ __forceinline__ void reduce_four(float* address, const float* x) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+__device__ __forceinline__ uint4 load_eight(const uint8_t* address) {
+  uint4 x;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(address));
+  return x;
+}
+__device__ __forceinline__ void store_eight(uint8_t* address, const uint32_t (&x)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// The two float32 of a 16-bit pair.
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  float2 x;
+#if IS_BF16
+  x.x = __uint_as_float(pair << 16);
+  x.y = __uint_as_float(pair & 0xFFFF0000);
+#else
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+      : "=f"(x.x), "=f"(x.y)
+      : "r"(pair));
+#endif
+  return x;
+}
+// The sum of the products of eight 16-bit numbers each.
+__device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
+  const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 x = unpack(left[i]), y = unpack(right[i]);
+    sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
+  }
+  return sum;
+}
+
 // Transposes a 4x4 matrix of words held by a quad, lane i holding row i: afterwards x[j] is what lane j had in x[i].
 __device__ __forceinline__ void quad_transpose(uint32_t (&x)[4], int lane) {
 #pragma unroll
@@ -57,6 +118,14 @@ __device__ __forceinline__ void quad_transpose(uint32_t (&x)[4], int lane) {
 __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint32_t x0, uint32_t x1, uint32_t x2,
+                                                          uint32_t x3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x0),
+               "r"(x1), "r"(x2), "r"(x3)
                : "memory");
 }
 

@@ -1,7 +1,7 @@
 """The one table of tile sizes of the Hopper kernels.
 
-May import nothing. Imported by ``forward.py``. No entry depends on a number of multiprocessors: H100, H200, H20, GH200
-and slices of them are all sm_90.
+May import nothing. Imported by ``forward.py`` and ``backward.py``. No entry depends on a number of multiprocessors:
+H100, H200, H20, GH200 and slices of them are all sm_90.
 """
 
 from __future__ import annotations
@@ -70,3 +70,47 @@ def variants(head_dim: int, head_dim_v: int, is_causal: bool) -> tuple[Tile, ...
     """Every tile that ``choose`` can give for these head dimensions: what the build tests compile."""
     lengths = (512, 1024, 4096)
     return tuple(dict.fromkeys(choose(head_dim, head_dim_v, is_causal, n, n, 64, 132) for n in lengths))
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """How one specialisation of the backward kernel cuts its work.
+
+    block_n: keys of a block, 64 for each consumer warpgroup. block_m: query rows of a step, which is done in parts of
+    step_m rows. q_stages, do_stages: tiles of query and grad_out in flight; ds_stages: buffers for dS. early_scores: a
+    part's scores are asked for before the part ahead is done. keys_in_registers: so are keys and values of the block.
+    direct_sums: the query's gradient is added to its sums from registers. delta_first: dP's accumulators begin with
+    -delta.
+    """
+
+    block_m: int
+    block_n: int
+    step_m: int
+    q_stages: int = 2
+    do_stages: int = 2
+    ds_stages: int = 2
+    early_scores: bool = True
+    keys_in_registers: bool = False
+    direct_sums: bool = False
+    delta_first: bool = False
+
+    @property
+    def num_warpgroups(self) -> int:
+        """Consumer warpgroups; one more loads and stores."""
+        return self.block_n // 64
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block, those that load and store included."""
+        return (self.num_warpgroups + 1) * 128
+
+
+def choose_backward(head_dim: int, head_dim_v: int, is_causal: bool) -> BackwardTile:
+    """The tile of the backward for a call; head_dim and head_dim_v are multiples of 16, at most 256."""
+    if max(head_dim, head_dim_v) > 128:
+        return BackwardTile(64, 64, 64)  # the kernel in which warpgroups have roles
+    if head_dim <= 64:
+        if head_dim_v > 64:
+            return BackwardTile(128, 128, 64, ds_stages=1)  # no room for two
+        return BackwardTile(128, 128, 64, keys_in_registers=True)
+    return BackwardTile(64, 128, 64)

@@ -40,9 +40,31 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, uint32_t source
                  : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
+// Plain bytes, without a tensor map: a multiple of 16, at addresses that are. Counts on `barrier`.
+template <int BYTES>
+__device__ __forceinline__ void load_bytes(const void* source, uint32_t destination, uint32_t barrier) {
+  barrier_arrive_expect(barrier, BYTES);
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+      "l"(source), "n"(BYTES), "r"(barrier)
+      : "memory");
+}
+
+// Adds float32 numbers to global memory: a multiple of 16 bytes, at addresses that are.
+__device__ __forceinline__ void reduce_bytes(float* destination, uint32_t source, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),
+               "r"(source), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 // Waits until this thread's stores have read shared memory.
 __device__ __forceinline__ void store_wait() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// Waits until they have arrived.
+__device__ __forceinline__ void store_wait_written() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // Makes this thread's writes to shared memory visible to the copy engine, once a barrier has ordered them.

@@ -2,7 +2,12 @@
 //
 // The instructions themselves, one struct per N, are generated (instructions.py) into wgmma_instructions.cuh:
 //   Wgmma<N>::ss(d, a, b, accumulate)   d[64, N] (+)= a[64, 16] b[N, 16]^T   both from shared memory, 16 contiguous
+//   Wgmma<N>::ss_columns(d, a, b, accumulate)
+//                                       d[64, N] (+)= a[64, 16] b[16, N]     both from shared memory, b with N
+//                                       contiguous
 //   Wgmma<N>::rs(d, a, b, accumulate)   d[64, N] (+)= a[64, 16] b[16, N]     a in registers, b with N contiguous
+//   Wgmma<N>::rs_rows(d, a, b, accumulate)
+//                                       d[64, N] (+)= a[64, 16] b[N, 16]^T   a in registers, b with 16 contiguous
 #pragma once
 #include "tma.cuh"
 

@@ -1,0 +1,358 @@
+"""Check and measure candidate tiles of the Hopper backward on this GPU, for ``kernels/cuda/tiles.py``.
+
+    python -m benchmarks.tune_cuda --out benchmarks/results/tune_cuda.json [--only 128] [--budget 60]
+
+First every candidate is compiled, in parallel; then checked against float64 in a process of its own, where one that
+hangs or faults costs that process alone; then those that passed are timed beside cuDNN, PyTorch's flash kernel and the
+Triton kernels, in turn, on random data, medians. Rates count five products, a causal mask halves them. For the best
+candidate of each problem the three kernels are timed one by one as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import os
+import select
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.harness import Meter, Results, Run, environment
+from torch_flashbackend import driver, ops
+from torch_flashbackend.kernels.cuda import backward
+from torch_flashbackend.kernels.cuda.tiles import BackwardTile
+
+TOKENS, WIDTH = 16384, 2048
+# batch, query heads, key heads, seqlen_q, seqlen_k of what is checked.
+CHECKED = ((1, 1, 1, 128, 128), (2, 4, 2, 333, 400), (1, 2, 1, 513, 190), (1, 8, 8, 1024, 1024))
+# Errors of bfloat16 gradients relative to their largest element are 0.002 to 0.008.
+LARGEST_ERROR = 0.02
+SECONDS_PER_CHECK = 20.0
+
+
+def candidates(head_dim: int) -> list[BackwardTile]:
+    """What is tried, the simplest first."""
+    if head_dim > 128:
+        wide = BackwardTile(64, 64, 64)
+        return [wide, dataclasses.replace(wide, ds_stages=1)]
+    if head_dim <= 64:
+        plain = BackwardTile(128, 128, 64, early_scores=False)
+        early = dataclasses.replace(plain, early_scores=True)
+        registers = dataclasses.replace(early, keys_in_registers=True)
+        more = [
+            early,
+            registers,
+            dataclasses.replace(registers, early_scores=False),
+            dataclasses.replace(registers, delta_first=True),
+            dataclasses.replace(registers, direct_sums=True),
+            dataclasses.replace(registers, direct_sums=True, q_stages=3, do_stages=3),
+            dataclasses.replace(registers, ds_stages=1, q_stages=3, do_stages=3),
+        ]
+    else:
+        plain = BackwardTile(64, 128, 64, early_scores=False)
+        early = dataclasses.replace(plain, early_scores=True)
+        more = [
+            early,
+            dataclasses.replace(early, delta_first=True),
+            dataclasses.replace(early, direct_sums=True),
+            dataclasses.replace(early, direct_sums=True, q_stages=3, do_stages=3),
+            dataclasses.replace(early, q_stages=3, do_stages=3),
+            dataclasses.replace(early, ds_stages=1, q_stages=3),
+        ]
+    return [plain, *more]
+
+
+def name_of(tile: BackwardTile) -> str:
+    """Short: 64x128 q2 do2 ds2, then what is switched on."""
+    flags = [
+        name for name in ("early_scores", "keys_in_registers", "direct_sums", "delta_first") if getattr(tile, name)
+    ]
+    stages = f"q{tile.q_stages} do{tile.do_stages} ds{tile.ds_stages}"
+    return " ".join([f"{tile.block_m}/{tile.step_m}x{tile.block_n}", stages, *flags])
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One specialisation."""
+
+    head_dim: int
+    is_causal: bool
+    deterministic: bool
+    tile: BackwardTile
+
+    @property
+    def name(self) -> str:
+        mask, mode = "causal" if self.is_causal else "full", ", deterministic" if self.deterministic else ""
+        return f"D={self.head_dim} {mask}{mode} {name_of(self.tile)}"
+
+    def compile(self) -> str | None:
+        """What is wrong with it, if anything."""
+        try:
+            spec = backward.specialise(
+                self.head_dim, self.head_dim, torch.bfloat16, self.is_causal, self.deterministic
+            )._replace(tile=self.tile)
+            if spec.shared_bytes > 227 << 10:
+                return f"{spec.shared_bytes} bytes of shared memory"
+            log = spec.compile().log
+        except Exception as error:
+            return str(error)[:300]
+        lines = [line for line in log.splitlines() if "C75" in line or "warning" in line]
+        return lines[0] if lines else None
+
+
+# ---------------------------------------------------------------------------------------------------------------- check
+
+
+def make(batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int, head_dim: int) -> list[torch.Tensor]:
+    """query, key, value, grad_out, random."""
+    sizes = ((heads, seqlen_q), (kv_heads, seqlen_k), (kv_heads, seqlen_k), (heads, seqlen_q))
+    return [torch.randn(batch, *size, head_dim, device="cuda", dtype=torch.bfloat16) for size in sizes]
+
+
+def with_forward(tensors: list[torch.Tensor], is_causal: bool) -> tuple[Any, ...]:
+    """What the backward is given, in the order of Plan's arguments: gradients to fill included."""
+    query, key, value, grad_out = tensors
+    scale = query.size(3) ** -0.5
+    out, lse = ops._attention_forward_cuda(query, key, value, None, None, 0.0, is_causal, scale, "query", "cuda")
+    grads = (torch.empty_like(t) for t in (query, key, value))
+    return query, key, value, out, lse, grad_out, *grads
+
+
+def launcher(candidate: Candidate, arguments: tuple[Any, ...]) -> Callable[[], None]:
+    """A function that runs the candidate's three kernels."""
+    scale = arguments[0].size(3) ** -0.5
+    plan = backward.Plan(*arguments, candidate.is_causal, scale, candidate.deterministic, candidate.tile)
+    return functools.partial(plan, *arguments)
+
+
+def check(candidate: Candidate) -> dict[str, Any]:
+    """Its largest relative errors, and whether it repeats bit by bit."""
+    errors = {"query": 0.0, "key": 0.0, "value": 0.0}
+    repeats = True
+    for number, shape in enumerate(CHECKED):
+        torch.manual_seed(number)
+        tensors = make(*shape, candidate.head_dim)
+        arguments = with_forward(tensors, candidate.is_causal)
+        for grad in arguments[6:]:
+            grad.fill_(torch.nan)
+        run = launcher(candidate, arguments)
+        run()
+        torch.cuda.synchronize()
+        first = [grad.clone() for grad in arguments[6:]]
+        for _ in range(5):
+            run()
+            same = [torch.equal(grad, before) for grad, before in zip(arguments[6:], first, strict=True)]
+            repeats = repeats and all(same if candidate.deterministic else same[1:])
+        leaves = [t.double().requires_grad_() for t in tensors[:3]]
+        out = scaled_dot_product_attention(*leaves, is_causal=candidate.is_causal, enable_gqa=shape[1] != shape[2])
+        expected = torch.autograd.grad(out, leaves, tensors[3].double())
+        for name, grad, right in zip(errors, first, expected, strict=True):
+            error = ((grad.double() - right).abs().max() / right.abs().max()).item()
+            errors[name] = max(errors[name], error if error == error else 1e9)
+    return {"errors": errors, "repeats": repeats, "right": repeats and max(errors.values()) < LARGEST_ERROR}
+
+
+def check_here(numbers: list[int], listed: list[Candidate]) -> None:
+    """In the child: one line of JSON for each candidate."""
+    for number in numbers:
+        try:
+            result = check(listed[number])
+        except Exception as error:
+            result = {"right": False, "failed": f"{type(error).__name__}: {str(error)[:300]}"}
+        print("CHECKED " + json.dumps({"number": number, **result}), flush=True)
+        if "CUDA error" in result.get("failed", "") or "CUDA_ERROR" in result.get("failed", ""):
+            return  # the context is lost
+
+
+def check_apart(numbers: list[int], options: argparse.Namespace) -> dict[int, dict[str, Any]]:
+    """Checks the candidates of these numbers in child processes, a new one after each that ended its own."""
+    found: dict[int, dict[str, Any]] = {}
+    while missing := [number for number in numbers if number not in found]:
+        command = [sys.executable, "-m", "benchmarks.tune_cuda", "--out", options.out, "--only", options.only]
+        command += ["--check", ",".join(map(str, missing))]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=False)
+        assert child.stdout is not None
+        buffer, said, deadline = b"", "", time.monotonic() + 2 * SECONDS_PER_CHECK  # the first has torch to import
+        before = len(found)
+        while select.select([child.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            chunk = os.read(child.stdout.fileno(), 65536)
+            if not chunk:
+                break
+            *lines, buffer = (buffer + chunk).split(b"\n")
+            for line in lines:
+                text = line.decode(errors="replace")
+                if text.startswith("CHECKED "):
+                    result = json.loads(text.removeprefix("CHECKED "))
+                    found[result.pop("number")] = result
+                    deadline = time.monotonic() + SECONDS_PER_CHECK
+                else:
+                    said = (said + text + "\n")[-400:]
+            if len(found) - before == len(missing):
+                break
+        else:
+            said = "no answer within the time: it hangs"
+        child.kill()
+        child.wait()
+        left = [number for number in missing if number not in found]
+        failed = [number for number in missing if "failed" in found.get(number, {})]
+        if left and not failed:
+            found[left[0]] = {"right": False, "failed": said or "the process ended"}
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------- time
+
+
+def kernel_times(run: Callable[[], None], rounds: int = 9) -> dict[str, float]:
+    """Milliseconds of each kernel of a backward, by events around its launch."""
+    times: dict[str, list[float]] = {entry: [] for entry in backward.ENTRIES}
+    launch = driver.launch
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def timed(*arguments: Any) -> None:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        launch(*arguments)
+        end.record()
+        events.append((begin, end))
+
+    driver.launch = timed
+    try:
+        for _ in range(rounds):
+            events.clear()
+            torch.cuda._sleep(400_000)  # lets the CPU run ahead
+            run()
+            torch.cuda.synchronize()
+            for entry, (begin, end) in zip(backward.ENTRIES, events, strict=True):
+                times[entry].append(begin.elapsed_time(end))
+    finally:
+        driver.launch = launch
+    return {entry: statistics.median(found) for entry, found in times.items()}
+
+
+def contenders(tensors: list[torch.Tensor], arguments: tuple[Any, ...], is_causal: bool) -> dict[str, Run]:
+    """The peers' backwards."""
+    leaves = [t.detach().requires_grad_() for t in tensors[:3]]
+    runs = {}
+    for name, kernel in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+        with sdpa_kernel(kernel):
+            out = scaled_dot_product_attention(*leaves, is_causal=is_causal)
+        runs[name] = Run(functools.partial(torch.autograd.grad, out, leaves, tensors[3], retain_graph=True))
+    query, key, value, out, lse, grad_out, *_ = arguments
+    scale, wanted = query.size(3) ** -0.5, (True, True, True, False)
+    runs["triton"] = Run(
+        lambda: ops._gradients_cuda(
+            grad_out, query, key, value, None, out, lse, None, 0.0, is_causal, scale, wanted, "triton"
+        )
+    )
+    return runs
+
+
+def time_problem(head_dim: int, is_causal: bool, seqlen: int, right: list[Candidate], meter: Meter) -> dict[str, Any]:
+    """Rates in TFLOP/s by contender and candidate."""
+    heads, batch = max(1, WIDTH // head_dim), max(1, TOKENS // seqlen)
+    tensors = make(batch, heads, heads, seqlen, seqlen, head_dim)
+    arguments = with_forward(tensors, is_causal)
+    launchers = {candidate.name: launcher(candidate, arguments) for candidate in right}
+    runs = contenders(tensors, arguments, is_causal)
+    for run in runs.values():
+        run.call()
+    runs |= {name: Run(run) for name, run in launchers.items()}
+    times = meter.gpu_times(runs)
+    flops = 10 * batch * heads * seqlen**2 * head_dim / (2 if is_causal else 1)
+    rates = {name: flops / ms / 1e9 for name, ms in times.items()}
+    best = max(launchers, key=lambda name: rates[name])
+    parts = kernel_times(launchers[best])
+    row = {"problem": f"D={head_dim} S={seqlen} {'causal' if is_causal else 'full'}", "tflops": rates, "best": best}
+    return {**row, "best_kernels_us": {entry: 1e3 * ms for entry, ms in parts.items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--only", default="128,64,256", help="head dimensions")
+    parser.add_argument("--lengths", default="4096,512,16384,1024")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no further problem is begun")
+    parser.add_argument("--compile-only", action="store_true", help="needs no GPU")
+    parser.add_argument("--check", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    began = time.monotonic()
+    head_dims = [int(text) for text in options.only.split(",")]
+    listed = [
+        Candidate(head_dim, is_causal, False, tile)
+        for head_dim in head_dims
+        for tile in candidates(head_dim)
+        for is_causal in (False, True)
+    ]
+    # Deterministic: one tile each, the one that the table names.
+    listed += [
+        Candidate(
+            head_dim, is_causal, True, backward.specialise(*(head_dim,) * 2, torch.bfloat16, is_causal, True).tile
+        )
+        for head_dim in head_dims
+        for is_causal in (False, True)
+    ]
+    if options.check:
+        check_here([int(number) for number in options.check.split(",")], listed)
+        return
+    usable = []
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for number, problem in enumerate(pool.map(Candidate.compile, listed)):
+            if problem:
+                print(f"{listed[number].name}: {problem}", flush=True)
+            else:
+                usable.append(number)
+    print(f"compiled {len(usable)} of {len(listed)} candidates in {time.monotonic() - began:.0f} s", flush=True)
+    if options.compile_only:
+        return
+    results = Results(Path(options.out), "tune_cuda", environment("cuda"), vars(options))
+    checked = check_apart(usable, options)
+    for number, result in sorted(checked.items()):
+        errors = " ".join(f"{name} {error:.4f}" for name, error in result.get("errors", {}).items())
+        verdict = "right" if result["right"] else "WRONG"
+        repeats = "" if result.get("repeats", True) else "DOES NOT REPEAT "
+        print(f"{verdict} {listed[number].name}: {repeats}{errors}{result.get('failed', '')}", flush=True)
+    results.add({"checked": [{"candidate": listed[n].name, **result} for n, result in sorted(checked.items())]})
+    right = [listed[number] for number in usable if checked[number]["right"]]
+    print(f"checked in {time.monotonic() - began:.0f} s: {len(right)} of {len(usable)} right", flush=True)
+
+    meter = Meter("cuda", options.rounds)
+    not_measured = []
+    for seqlen in (int(text) for text in options.lengths.split(",")):
+        for head_dim in head_dims:
+            for is_causal in (False, True):
+                those = [c for c in right if (c.head_dim, c.is_causal) == (head_dim, is_causal)]
+                if not those:
+                    continue
+                if time.monotonic() - began > options.budget:
+                    not_measured.append(f"D={head_dim} S={seqlen} causal={is_causal}")
+                    continue
+                row = time_problem(head_dim, is_causal, seqlen, those, meter)
+                ranked = sorted(row["tflops"].items(), key=lambda item: -item[1])
+                print(f"{row['problem']}:", flush=True)
+                for name, rate in ranked:
+                    print(f"  {rate:6.1f} {name}", flush=True)
+                kernels = ", ".join(f"{entry} {us:.0f} us" for entry, us in row["best_kernels_us"].items())
+                print(f"  best: {kernels}", flush=True)
+                results.add(row)
+                torch.cuda.empty_cache()
+    if not_measured:
+        print(f"not measured: {', '.join(not_measured)}", flush=True)
+    results.finish(not_measured)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+// Backward attention on Hopper (compute capability 9.0): gradients of query, key and value, for head_dim up to 128.
+//
+// With S = query key^T, P = exp2(scale_log2 S - logsumexp), dP = grad_out value^T, delta = rowsum(grad_out out) and
+// dS = P (dP - delta):  grad_value = P^T grad_out,  grad_key = scale dS^T query,  grad_query = scale dS key.
+//
+//   flash_backward_prepare: delta and logsumexp * log2(e) of each query tile, side by side; zeros for grad_query's sums
+//   flash_backward, for each tile of BLOCK_N keys (one block; a key head's tiles one after the other):
+//     loading warp:    keys and values once; then query and grad_out tiles of BLOCK_M rows, of all query heads of the
+//                      group, each with its statistics, by TMA into rings of Q_STAGES and DO_STAGES buffers
+//     each consumer warpgroup, 64 keys:
+//       issue dP^T = value grad_out^T;  P^T = exp2(S^T) meanwhile;  issue grad_value += P^T grad_out
+//       dS^T meanwhile, into shared memory for the others;  issue grad_key += dS^T query
+//       once all have written dS:  issue its share of grad_query = dS key;  issue the next tile's S^T = key query'^T
+//       its share of grad_query into a staging buffer meanwhile
+//     storing warps:   add the staged grad_query to float32 sums in global memory, by bulk reduction
+//   flash_backward_finish: the sums, scaled and rounded, become grad_query
+//
+// S^T and dP^T have keys as rows, so that P^T and dS^T are already where a product takes its left operand in registers
+// (Shah et al., FlashAttention-3, 2024, describe the method). Query tiles are visited from the last to the first that
+// sees the keys: blocks of a head are at the same tile at the same time, which serves L2, and in a fixed order, which
+// serves DETERMINISTIC: there, a block adds to a tile once those of all earlier keys have. Blocks then take their
+// numbers from a counter, so that the one waited for has always begun.
+//
+// Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of BLOCK_M rows, DS_STAGES of dS, all in boxes
+// of 64 columns (tma.cuh); BLOCK_M x HEAD_DIM float32 of staging, in the accumulators' own order.
+// Registers: (HEAD_DIM + HEAD_DIM_V) / 2 for the sums; STEP_M / 2 each for S and dP, half of that for P and dS rounded;
+// (HEAD_DIM + HEAD_DIM_V) / 4 for keys and values where they are kept there.
+//
+// Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
+// tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES, EARLY_SCORES (the next S^T is issued before this part is done),
+// KEYS_IN_REGISTERS, DIRECT_SUMS (grad_query is added from registers, without staging), DELTA_FIRST (dP's accumulators
+// begin with -delta, which saves an addition each), IS_CAUSAL, IS_BF16, DETERMINISTIC.
+#include "backward.cuh"
+
+constexpr int THREADS = 128 * (CONSUMERS + 1);
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
+static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
+
+// Byte addresses in shared memory.
+struct Shared {
+  uint32_t key, value, query, grad_out, grad_scores, staging, statistics, ticket, barriers;
+  __device__ explicit Shared(uint32_t base)
+      : key(base),
+        value(key + K_BYTES),
+        query(value + V_BYTES),
+        grad_out(query + Q_STAGES * Q_BYTES),
+        grad_scores(grad_out + DO_STAGES * DO_BYTES),
+        staging(grad_scores + DS_STAGES * DS_BYTES),
+        statistics(staging + (DIRECT_SUMS ? 0 : BLOCK_M * HEAD_DIM * 4)),
+        ticket(statistics + Q_STAGES * STATISTICS_BYTES),
+        barriers(ticket + 16) {}
+  __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
+  __device__ uint32_t k_full() const { return barrier(0); }
+  __device__ uint32_t v_full() const { return barrier(1); }
+  __device__ uint32_t q_full(int stage) const { return barrier(2 + stage); }
+  __device__ uint32_t q_empty(int stage) const { return barrier(2 + Q_STAGES + stage); }
+  __device__ uint32_t do_full(int stage) const { return barrier(2 + 2 * Q_STAGES + stage); }
+  __device__ uint32_t do_empty(int stage) const { return barrier(2 + 2 * Q_STAGES + DO_STAGES + stage); }
+  __device__ uint32_t staged(int warpgroup) const { return barrier(2 + 2 * Q_STAGES + 2 * DO_STAGES + warpgroup); }
+  __device__ uint32_t sent(int warpgroup) const { return staged(CONSUMERS + warpgroup); }
+};
+
+// A storing warp, one for each consumer warpgroup: adds its pieces of grad_query to the sums.
+__device__ __forceinline__ void store_pieces(const Work& work, const BackwardParams& params, const Shared& shared,
+                                             int warpgroup) {
+  const Piece piece(warpgroup);
+  uint32_t phase = 0;
+  for_each_tile(work, params, [&](int, int, int64_t number) {
+    barrier_wait(shared.staged(warpgroup), phase);
+    int* semaphore = params.semaphores + number * CONSUMERS + warpgroup;
+    if (DETERMINISTIC) semaphore_wait(semaphore, work.k_tile);
+    reduce_bytes(params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset, shared.staging + 4 * piece.offset,
+                 piece.groups * 128 * 16);
+    store_wait();
+    barrier_arrive(shared.sent(warpgroup));
+    if (DETERMINISTIC) {
+      store_wait_written();
+      semaphore_add(semaphore);
+    }
+    phase ^= 1;
+  });
+}
+
+// piece[64, PIECE_COLUMNS] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, PIECE_COLUMNS]
+__device__ __forceinline__ void grad_query_product(float (&piece)[PIECE_COLUMNS / 2], uint32_t grad_scores,
+                                                   uint32_t key) {
+#pragma unroll
+  for (int k = 0; k < BLOCK_N / 16; ++k)
+    Wgmma<PIECE_COLUMNS>::ss_columns(piece, moved(grad_scores, column_group<BLOCK_M>(k)),
+                                     moved(key, k * 16 * BOX_ROW_BYTES), k > 0);
+}
+
+__device__ __forceinline__ void consume(const TensorMap& grad_key_map, const TensorMap& grad_value_map,
+                                        const Work& work, const BackwardParams& params, const Shared& shared,
+                                        int warpgroup) {
+  const float scale_log2 = params.softmax_scale_log2;
+  const int lane = threadIdx.x % 32, quad_lane = lane % 4, group = params.num_heads / params.num_kv_heads;
+  const int warp_row = 64 * warpgroup + threadIdx.x % 128 / 32 * 16;  // first of this warp's keys within the tile
+  const Piece piece(warpgroup);
+  const uint32_t key_columns =
+      descriptor(shared.key + piece.first_column / BOX_COLUMNS * BLOCK_N * BOX_ROW_BYTES, BLOCK_N * BOX_ROW_BYTES);
+  const int first_key = work.k_tile * BLOCK_N + 64 * warpgroup;
+  const int thread_key = work.k_tile * BLOCK_N + warp_row + lane / 4;  // and thread_key + 8
+  const bool ends = first_key + 64 > params.seqlen_k;
+
+  Ring<Q_STAGES> q;
+  Ring<DO_STAGES> d;
+  Ring<DS_STAGES> s;
+  uint32_t sent_phase = 1;  // the staging buffer is free at first
+  float grad_key[HEAD_DIM / 2] = {}, grad_value[HEAD_DIM_V / 2] = {};
+  float scores[STEP_M / 2];
+  LeftOperand<HEAD_DIM> key;
+  LeftOperand<HEAD_DIM_V> value;
+
+  const auto release = [&](uint32_t barrier) {
+    if (lane == 0) barrier_arrive(barrier);
+  };
+  const auto issue_scores = [&](int part) {
+    wgmma_fence();
+    key.multiply(scores, descriptor(shared.query + q.stage * Q_BYTES + part * STEP_M * BOX_ROW_BYTES, 0), false);
+    wgmma_commit();
+  };
+  // Adds this warpgroup's share of the tile's grad_query from registers.
+  int64_t number = ((int64_t)work.batch * params.num_heads + work.kv_head * group + 1) * params.q_tiles - 1;
+  const auto add_to_sums = [&](const float (&columns)[PIECE_COLUMNS / 2]) {
+    int* semaphore = params.semaphores + number * CONSUMERS + warpgroup;
+    if (DETERMINISTIC) {
+      if (threadIdx.x % 128 == 0) semaphore_wait(semaphore, work.k_tile);
+      named_sync(3 + warpgroup, 128);
+    }
+    float* sums = params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset + threadIdx.x % 128 * 4;
+#pragma unroll
+    for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
+      if (i < piece.groups) reduce_four(sums + i * 128 * 4, columns + 4 * i);
+    if (DETERMINISTIC) {
+      __threadfence();
+      named_sync(3 + warpgroup, 128);
+      if (threadIdx.x % 128 == 0) semaphore_add(semaphore);
+    }
+  };
+
+  // One query tile, whose first row is `first_row`. `more`: it is not the last one.
+  const auto step = [&](int first_row, auto more) {
+    constexpr bool MORE = decltype(more)::value;
+    const uint32_t grad_scores_tile = shared.grad_scores + s.stage * DS_BYTES;
+    float columns[PIECE_COLUMNS / 2];
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const bool last_part = part == PARTS - 1;
+      const uint32_t rows = part * STEP_M * BOX_ROW_BYTES;
+      const uint32_t query = shared.query + q.stage * Q_BYTES + rows;
+      const uint32_t grad_out = shared.grad_out + d.stage * DO_BYTES + rows;
+      const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + part * STEP_M * 4 + quad_lane * 8;
+      if (!EARLY_SCORES) {
+        if (part == 0) barrier_wait(shared.q_full(q.stage), q.phase);
+        issue_scores(part);
+      }
+      if (part == 0) barrier_wait(shared.do_full(d.stage), d.phase);
+      float grads[STEP_M / 2];
+      if constexpr (DELTA_FIRST) {
+#pragma unroll
+        for (int i = 0; i < STEP_M / 2; i += 2) {
+          const float2 negative = read_pair(statistics + BLOCK_M * 4 + 8 * (i & ~3));
+          grads[i] = negative.x;
+          grads[i + 1] = negative.y;
+        }
+      }
+      wgmma_fence();
+      value.multiply(grads, descriptor(grad_out, 0), DELTA_FIRST);
+      wgmma_commit();
+      if (!EARLY_SCORES) wgmma_wait<1>();
+
+      if (ends || (IS_CAUSAL && first_row + part * STEP_M < first_key + 63))
+        mask_keys(scores, thread_key, first_row + part * STEP_M, params);
+#pragma unroll
+      for (int i = 0; i < STEP_M / 2; i += 4) {
+        const float2 logsumexp = read_pair(statistics + 8 * i);
+        scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -logsumexp.x));
+        scores[i + 1] = exp2_approx(fmaf(scores[i + 1], scale_log2, -logsumexp.y));
+        scores[i + 2] = exp2_approx(fmaf(scores[i + 2], scale_log2, -logsumexp.x));
+        scores[i + 3] = exp2_approx(fmaf(scores[i + 3], scale_log2, -logsumexp.y));
+      }
+      uint32_t probabilities[STEP_M / 4];
+      pack_all(probabilities, scores);
+      wgmma_wait<0>();
+      wgmma_fence();
+      accumulate_product<HEAD_DIM_V>(grad_value, probabilities, grad_out);
+      wgmma_commit();
+
+#pragma unroll
+      for (int i = 0; i < STEP_M / 2; i += 4) {
+        if constexpr (!DELTA_FIRST) {
+          const float2 negative = read_pair(statistics + BLOCK_M * 4 + 8 * i);
+          grads[i] += negative.x;
+          grads[i + 1] += negative.y;
+          grads[i + 2] += negative.x;
+          grads[i + 3] += negative.y;
+        }
+#pragma unroll
+        for (int j = i; j < i + 4; ++j) grads[j] *= scores[j];
+      }
+      uint32_t grad_scores[STEP_M / 4];
+      pack_all(grad_scores, grads);
+      // With two buffers, who writes one has passed the barrier below after all have read it: a step ago.
+      if (DS_STAGES == 1 && part == 0) named_sync(2, 128 * CONSUMERS);
+      write_grad_scores(grad_scores_tile + rows, grad_scores, warp_row);
+      if (last_part) store_fence();
+      wgmma_fence();
+      accumulate_product<HEAD_DIM>(grad_key, grad_scores, query);
+      wgmma_commit();
+      if (!last_part) {
+        if (EARLY_SCORES) issue_scores(part + 1);
+        wgmma_wait<0>();
+      }
+    }
+    named_sync(1, 128 * CONSUMERS);
+    wgmma_fence();
+    grad_query_product(columns, descriptor(grad_scores_tile + piece.first_row * BOX_ROW_BYTES, 0), key_columns);
+    wgmma_commit();
+    s.advance();
+    wgmma_wait<1>();  // the sums of keys and values
+    release(shared.do_empty(d.stage));
+    release(shared.q_empty(q.stage));
+    d.advance();
+    q.advance();
+    const auto stage_columns = [&] {
+      if constexpr (DIRECT_SUMS) {
+        add_to_sums(columns);
+        return;
+      }
+      barrier_wait(shared.sent(warpgroup), sent_phase);
+      sent_phase ^= 1;
+      const uint32_t address = shared.staging + 4 * piece.offset + threadIdx.x % 128 * 16;
+#pragma unroll
+      for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
+        if (i < piece.groups) store_four(address + i * 128 * 16, columns + 4 * i);
+      store_fence();
+      __syncwarp();
+      release(shared.staged(warpgroup));
+    };
+    if constexpr (EARLY_SCORES && MORE) {
+      barrier_wait(shared.q_full(q.stage), q.phase);
+      issue_scores(0);
+      wgmma_wait<1>();
+      stage_columns();
+      wgmma_wait<0>();
+    } else {
+      wgmma_wait<0>();
+      stage_columns();
+    }
+  };
+
+  const int last_row = (params.q_tiles - 1) * BLOCK_M, end_row = work.first_q_tile * BLOCK_M;
+  int left = work.tiles(params) * group;
+  if (left > 0) {
+    barrier_wait(shared.k_full(), 0);
+    key.load(shared.key, 64 * warpgroup);
+    if (EARLY_SCORES) {
+      barrier_wait(shared.q_full(q.stage), q.phase);
+      issue_scores(0);
+      wgmma_wait<0>();
+    }
+    barrier_wait(shared.v_full(), 0);
+    value.load(shared.value, 64 * warpgroup);
+    int first_row = last_row;
+#pragma unroll 1
+    for (; left > 1; --left) {
+      step(first_row, Flag<true>());
+      if (DIRECT_SUMS) number += first_row == end_row ? 2 * params.q_tiles - 1 - work.first_q_tile : -1;
+      first_row = first_row == end_row ? last_row : first_row - BLOCK_M;
+    }
+    step(first_row, Flag<false>());
+  }
+
+  // The gradients leave through the places of the keys and values, which all have read.
+  named_sync(1, 128 * CONSUMERS);
+  stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.value, warp_row);
+  stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.key, warp_row);
+  store_fence();
+  named_sync(1, 128 * CONSUMERS);
+  if (threadIdx.x == 128) {
+    store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.value, work.k_tile * BLOCK_N, work.kv_head, work.batch);
+    store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.key, work.k_tile * BLOCK_N, work.kv_head, work.batch);
+    store_wait();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
+    const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
+    const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap grad_out_map,
+    const __grid_constant__ TensorMap grad_key_map, const __grid_constant__ TensorMap grad_value_map,
+    const __grid_constant__ BackwardParams params) {
+  // The swizzle counts from multiples of 1024 bytes.
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
+  if (shared.key % 1024) __trap();
+  if (threadIdx.x == 0) {
+    prefetch_map(query_map);
+    prefetch_map(key_map);
+    prefetch_map(value_map);
+    prefetch_map(grad_out_map);
+    take_ticket(shared.ticket, params);
+    barrier_init(shared.k_full(), 1);
+    barrier_init(shared.v_full(), 1);
+    // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.
+    for (int stage = 0; stage < Q_STAGES; ++stage) {
+      barrier_init(shared.q_full(stage), 2);
+      barrier_init(shared.q_empty(stage), 4 * CONSUMERS);
+    }
+    for (int stage = 0; stage < DO_STAGES; ++stage) {
+      barrier_init(shared.do_full(stage), 1);
+      barrier_init(shared.do_empty(stage), 4 * CONSUMERS);
+    }
+    for (int warpgroup = 0; warpgroup < CONSUMERS; ++warpgroup) {
+      barrier_init(shared.staged(warpgroup), 4);
+      barrier_init(shared.sent(warpgroup), 1);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  const Work work = work_at(block_number(shared.ticket, params), params);
+
+  if (threadIdx.x < 128) {
+    registers_release<PRODUCER_REGISTERS>();
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) produce(query_map, key_map, value_map, grad_out_map, work, params, shared);
+    if (!DIRECT_SUMS && threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS)
+      store_pieces(work, params, shared, warp - 1);
+  } else {
+    registers_claim<CONSUMER_REGISTERS>();
+    consume(grad_key_map, grad_value_map, work, params, shared, uniform(threadIdx.x / 128) - 1);
+  }
+}

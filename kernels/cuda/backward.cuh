@@ -1,0 +1,336 @@
+// What the backward kernels for small and large head dimensions share: parameters, the order of the work, pieces of its
+// steps, and the small kernels that run before and after (backward.cu describes them all).
+#pragma once
+#include "barrier.cuh"
+#include "softmax.cuh"
+#include "wgmma.cuh"
+#include "wgmma_instructions.cuh"
+
+// Mirrored by backward.py.
+struct BackwardParams {
+  const void* out;         // [batch, num_heads, seqlen_q, head_dim_v], last stride 1
+  const void* grad_out;    // the same shape
+  const float* logsumexp;  // [batch, num_heads, logsumexp_pitch], natural logarithm
+  void* grad_query;        // [batch, num_heads, seqlen_q, head_dim], last stride 1
+  float* statistics;       // [batch * num_heads * q_tiles, 2, BLOCK_M]: logsumexp in base 2, -delta
+  float* sums;             // [batch * num_heads * q_tiles, BLOCK_M * HEAD_DIM], in the order of `Piece`
+  int* semaphores;         // deterministic only: [batch * num_heads * q_tiles, CONSUMERS]
+  int* counters;           // deterministic only: blocks begun, blocks done; both zero between launches
+  int64_t out_stride_batch, out_stride_head, out_stride_row;  // elements
+  int64_t grad_out_stride_batch, grad_out_stride_head, grad_out_stride_row;
+  int64_t grad_query_stride_batch, grad_query_stride_head, grad_query_stride_row;
+  int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, logsumexp_pitch;
+  int q_tiles, k_tiles, heads_per_group;
+  float softmax_scale, softmax_scale_log2;
+};
+
+constexpr int CONSUMERS = BLOCK_N / 64;
+constexpr int PREPARE_THREADS = 256;
+
+// A consumer does a query tile in parts, which bounds its registers.
+constexpr int PARTS = BLOCK_M / STEP_M;
+static_assert(BLOCK_M % STEP_M == 0 && STEP_M % 16 == 0);
+
+constexpr int BOXES = ceil_div(HEAD_DIM, BOX_COLUMNS);
+constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
+constexpr int DO_BYTES = BLOCK_M * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
+constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
+constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
+constexpr int DS_BYTES = BLOCK_M * BLOCK_N * 2;
+constexpr int STATISTICS_BYTES = 2 * BLOCK_M * 4;
+
+// How the warpgroups share a tile of grad_query: 64 rows each where there are so many, else whole boxes of columns.
+constexpr bool SPLIT_ROWS = BLOCK_M == 64 * CONSUMERS;
+constexpr int PIECE_COLUMNS = SPLIT_ROWS ? HEAD_DIM : BOXES / CONSUMERS * BOX_COLUMNS;
+static_assert(SPLIT_ROWS || (BLOCK_M == 64 && BOXES % CONSUMERS == 0), "grad_query cannot be shared out");
+
+// One warpgroup's part of a tile of grad_query, and where it lies in the tile's sums: groups of 8 columns one after
+// the other, each with 4 values for each of the 128 threads, as the accumulators have them (softmax.cuh).
+struct Piece {
+  int first_row, first_column, groups, offset;  // offset in floats
+  __device__ explicit Piece(int warpgroup)
+      : first_row(SPLIT_ROWS ? 64 * warpgroup : 0),
+        first_column(SPLIT_ROWS ? 0 : PIECE_COLUMNS * warpgroup),
+        // Columns of the last box past HEAD_DIM are computed, as zeros, but not kept.
+        groups(HEAD_DIM % PIECE_COLUMNS ? min(PIECE_COLUMNS, HEAD_DIM - first_column) / 8 : PIECE_COLUMNS / 8),
+        offset(SPLIT_ROWS ? 64 * HEAD_DIM * warpgroup : 64 * first_column) {}
+};
+
+// What a block does: one tile of keys, and the query tiles from the last down to the first that sees any of them.
+struct Work {
+  int k_tile, kv_head, batch, first_q_tile;
+  __device__ __forceinline__ int tiles(const BackwardParams& params) const {
+    return max(params.q_tiles - first_q_tile, 0);
+  }
+};
+
+// Causal: the first keys, which most queries see, come first, of a group of heads whose queries stay in L2 together.
+__device__ __forceinline__ Work work_at(int index, const BackwardParams& params) {
+  int head;
+  Work work;
+  if (IS_CAUSAL) {
+    const int group_tiles = params.heads_per_group * params.k_tiles;
+    const int first = index / group_tiles * params.heads_per_group, within = index % group_tiles;
+    const int heads = min(params.heads_per_group, params.batch * params.num_kv_heads - first);
+    head = first + within % heads;
+    work.k_tile = within / heads;
+  } else {
+    head = index / params.k_tiles;
+    work.k_tile = index % params.k_tiles;
+  }
+  work.batch = head / params.num_kv_heads;
+  work.kv_head = head % params.num_kv_heads;
+  work.first_q_tile = IS_CAUSAL ? work.k_tile * BLOCK_N / BLOCK_M : 0;
+  return work;
+}
+
+// Which number a block has: its own, or the next that nobody has taken, so that all lower ones have begun. Thread 0
+// takes it into shared memory; after a barrier, all ask for it.
+__device__ __forceinline__ void take_ticket(uint32_t ticket, const BackwardParams& params) {
+  if (DETERMINISTIC) write_word(ticket, atomicAdd(params.counters, 1));
+}
+__device__ __forceinline__ int block_number(uint32_t ticket, const BackwardParams& params) {
+  if (!DETERMINISTIC) return blockIdx.x;
+  // The last block to get here leaves the counters as it found them: all have taken their numbers.
+  if (threadIdx.x == 0 && atomicAdd(params.counters + 1, 1) == gridDim.x - 1) {
+    params.counters[0] = 0;
+    params.counters[1] = 0;
+  }
+  return uniform(read_word(ticket));
+}
+
+// Calls `visit(query head, query tile, the tile's number in the workspace)` for all that a block works on, in order.
+template <class Visit>
+__device__ __forceinline__ void for_each_tile(const Work& work, const BackwardParams& params, const Visit& visit) {
+  const int group = params.num_heads / params.num_kv_heads;
+#pragma unroll 1
+  for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
+    const int64_t first = ((int64_t)work.batch * params.num_heads + head) * params.q_tiles;
+#pragma unroll 1
+    for (int tile = params.q_tiles - 1; tile >= work.first_q_tile; --tile) visit(head, tile, first + tile);
+  }
+}
+
+// The loading warp. Shared: where the kernel keeps its tiles and barriers.
+template <class Shared>
+__device__ __forceinline__ void produce(const TensorMap& query_map, const TensorMap& key_map,
+                                        const TensorMap& value_map, const TensorMap& grad_out_map, const Work& work,
+                                        const BackwardParams& params, const Shared& shared) {
+  Ring<Q_STAGES> q;
+  Ring<DO_STAGES> d;
+  bool first = true;
+  for_each_tile(work, params, [&](int head, int tile, int64_t number) {
+    // In the order in which the consumers need them.
+    if (first)
+      load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key, shared.k_full(), work.k_tile * BLOCK_N, work.kv_head,
+                                   work.batch);
+    barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
+    load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
+                                 head, work.batch);
+    load_bytes<STATISTICS_BYTES>(params.statistics + number * (2 * BLOCK_M),
+                                 shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
+    q.advance();
+    if (first)
+      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value, shared.v_full(), work.k_tile * BLOCK_N, work.kv_head,
+                                     work.batch);
+    first = false;
+    barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
+    load_rows<BLOCK_M, HEAD_DIM_V>(grad_out_map, shared.grad_out + d.stage * DO_BYTES, shared.do_full(d.stage),
+                                   tile * BLOCK_M, head, work.batch);
+    d.advance();
+  });
+}
+
+// A left operand of 64 rows and COLUMNS columns: a descriptor of it in a tile of keys, or its elements.
+template <int COLUMNS>
+struct LeftOperand {
+  uint32_t tile;
+  uint32_t words[KEYS_IN_REGISTERS ? COLUMNS / 4 : 1];
+
+  // By a warpgroup, whose rows begin at `first_row`; the tile must have arrived if its elements are to be read.
+  __device__ __forceinline__ void load(uint32_t address, int first_row) {
+    tile = descriptor(address + first_row * BOX_ROW_BYTES, 0);
+    if constexpr (KEYS_IN_REGISTERS) {
+      const int row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, half = threadIdx.x % 32 / 16;
+#pragma unroll
+      for (int k = 0; k < COLUMNS / 16; ++k) {
+        uint32_t a[4];
+        load_matrices(a, chunk_address<BLOCK_N>(address, row, 2 * k + half));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[4 * k + i] = a[i];
+      }
+    }
+  }
+  // result[64 keys, STEP_M queries] (+)= this rows^T, rows [STEP_M, COLUMNS] in a tile of BLOCK_M
+  __device__ __forceinline__ void multiply(float (&result)[STEP_M / 2], uint32_t rows, bool accumulate) const {
+#pragma unroll
+    for (int k = 0; k < COLUMNS / 16; ++k) {
+      const uint32_t right = moved(rows, column_group<BLOCK_M>(k));
+      if constexpr (KEYS_IN_REGISTERS)
+        Wgmma<STEP_M>::rs_rows(result, words + 4 * k, right, accumulate || k > 0);
+      else
+        Wgmma<STEP_M>::ss(result, moved(tile, column_group<BLOCK_N>(k)), right, accumulate || k > 0);
+    }
+  }
+};
+// sums[64 keys, COLUMNS] += packed[64 keys, STEP_M queries] rows[STEP_M, COLUMNS], the rows in a tile of BLOCK_M, at
+// most 128 columns at a time: a block of 512 threads has no registers for the operands of a wider instruction.
+template <int COLUMNS>
+__device__ __forceinline__ void accumulate_product(float (&sums)[COLUMNS / 2], const uint32_t (&packed)[STEP_M / 4],
+                                                   uint32_t rows) {
+  constexpr int NOW = COLUMNS < 128 ? COLUMNS : 128;
+  float (&first)[NOW / 2] = *reinterpret_cast<float (*)[NOW / 2]>(sums);
+  const uint32_t address = descriptor(rows, BLOCK_M * BOX_ROW_BYTES);
+#pragma unroll
+  for (int k = 0; k < STEP_M / 16; ++k)
+    Wgmma<NOW>::rs(first, packed + 4 * k, moved(address, k * 16 * BOX_ROW_BYTES), true);
+  if constexpr (COLUMNS > NOW) {
+    float (&others)[(COLUMNS - NOW) / 2] = *reinterpret_cast<float (*)[(COLUMNS - NOW) / 2]>(sums + NOW / 2);
+    accumulate_product<COLUMNS - NOW>(others, packed, rows + NOW / BOX_COLUMNS * BLOCK_M * BOX_ROW_BYTES);
+  }
+}
+__device__ __forceinline__ void pack_all(uint32_t (&packed)[STEP_M / 4], const float (&x)[STEP_M / 2]) {
+#pragma unroll
+  for (int i = 0; i < STEP_M / 4; ++i) packed[i] = pack(x[2 * i], x[2 * i + 1]);
+}
+
+// Two statistics of neighbouring queries.
+__device__ __forceinline__ float2 read_pair(uint32_t address) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address));
+  return pair;
+}
+
+// Hides keys from queries: of this thread's two keys, the first sees columns from `first_0` on, the second `first_1`.
+__device__ __forceinline__ void mask_columns(float (&scores)[STEP_M / 2], int first_0, int first_1, int quad_lane) {
+  first_0 -= 2 * quad_lane;
+  first_1 -= 2 * quad_lane;
+#pragma unroll
+  for (int i = 0; i < STEP_M / 2; i += 4) {
+    scores[i] = 2 * i >= first_0 ? scores[i] : -INFINITY_F;
+    scores[i + 1] = 2 * i + 1 >= first_0 ? scores[i + 1] : -INFINITY_F;
+    scores[i + 2] = 2 * i >= first_1 ? scores[i + 2] : -INFINITY_F;
+    scores[i + 3] = 2 * i + 1 >= first_1 ? scores[i + 3] : -INFINITY_F;
+  }
+}
+
+// Writes dS^T, of this warp's 16 keys, as rows of queries: the matrices are transposed on their way. `first_key` counts
+// within the tile.
+__device__ __forceinline__ void write_grad_scores(uint32_t tile, const uint32_t (&packed)[STEP_M / 4], int first_key) {
+  const int lane = threadIdx.x % 32;
+  // Word 4 i + m is the 8x8 matrix of keys 8 (m % 2) + 0..7 and queries 16 i + 8 (m / 2) + 0..7.
+  const int query = lane / 16 * 8 + lane % 8, chunk = first_key / 8 + lane / 8 % 2;
+  const uint32_t address = chunk_address<BLOCK_M>(tile, query, chunk);
+#pragma unroll
+  for (int i = 0; i < STEP_M / 16; ++i)
+    // 16 rows further on the swizzle is the same.
+    store_matrices_transposed(address + i * 16 * BOX_ROW_BYTES, packed[4 * i], packed[4 * i + 1], packed[4 * i + 2],
+                              packed[4 * i + 3]);
+}
+
+// Rounds this warp's 16 rows of grad_key or grad_value into a tile in shared memory.
+template <int COLUMNS>
+__device__ __forceinline__ void stage_rows(const float (&sums)[COLUMNS / 2], float scale, uint32_t tile,
+                                           int first_row) {
+  const int lane = threadIdx.x % 32;
+  const int row = first_row + lane % 16;  // matrices: rows 0 to 7 and 8 to 15, of two groups of 8 columns
+#pragma unroll
+  for (int group = 0; group < COLUMNS / 8; group += 2) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = 4 * (group + i / 2) + 2 * (i % 2);
+      words[i] = pack(sums[at] * scale, sums[at + 1] * scale);
+    }
+    store_matrices(chunk_address<BLOCK_N>(tile, row, group + lane / 16), words);
+  }
+}
+
+// Hides keys from queries, in scores of STEP_M queries from `first_row` on: later ones of a causal call, and those past
+// the end, which would only add zeros, but exp2 of their scores may be infinite. This thread's keys are `key`, `key`
+// + 8.
+__device__ __forceinline__ void mask_keys(float (&scores)[STEP_M / 2], int key, int first_row,
+                                          const BackwardParams& params) {
+  const int hidden = STEP_M + 1;
+  const int first_0 = IS_CAUSAL ? key - first_row : 0, first_1 = IS_CAUSAL ? first_0 + 8 : 0;
+  mask_columns(scores, key < params.seqlen_k ? first_0 : hidden, key + 8 < params.seqlen_k ? first_1 : hidden,
+               threadIdx.x % 4);
+}
+
+template <bool VALUE>
+struct Flag {
+  static constexpr bool value = VALUE;
+};
+
+// One block for each query tile of each head. Eight lanes share a row.
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_prepare(
+    const __grid_constant__ BackwardParams params) {
+  const int64_t number = blockIdx.x;
+  const int q_tile = blockIdx.x % params.q_tiles, head = blockIdx.x / params.q_tiles % params.num_heads;
+  const int batch = blockIdx.x / params.q_tiles / params.num_heads;
+  const uint8_t* out =
+      (const uint8_t*)params.out + 2 * (batch * params.out_stride_batch + head * params.out_stride_head);
+  const uint8_t* grad_out =
+      (const uint8_t*)params.grad_out + 2 * (batch * params.grad_out_stride_batch + head * params.grad_out_stride_head);
+  const float* logsumexp = params.logsumexp + ((int64_t)batch * params.num_heads + head) * params.logsumexp_pitch;
+  float* statistics = params.statistics + number * (2 * BLOCK_M);
+  const int lane = threadIdx.x % 8;
+#pragma unroll
+  for (int row = threadIdx.x / 8; row < BLOCK_M; row += PREPARE_THREADS / 8) {
+    const int64_t this_row = q_tile * BLOCK_M + row;
+    float delta = 0.0f;
+    if (this_row < params.seqlen_q) {
+#pragma unroll
+      for (int column = 8 * lane; column < HEAD_DIM_V; column += 64)
+        if (column < params.head_dim_v)
+          delta += dot(load_eight(out + 2 * (this_row * params.out_stride_row + column)),
+                       load_eight(grad_out + 2 * (this_row * params.grad_out_stride_row + column)));
+    }
+    delta += __shfl_xor_sync(0xFFFFFFFF, delta, 4);
+    delta = quad_sum(delta);
+    if (lane == 0) {
+      // Rows past the end have probability zero everywhere.
+      statistics[row] = this_row < params.seqlen_q ? logsumexp[this_row] * 1.4426950408889634f : INFINITY_F;
+      statistics[BLOCK_M + row] = -delta;
+    }
+  }
+  float4* sums = (float4*)(params.sums + number * (BLOCK_M * HEAD_DIM));
+#pragma unroll
+  for (int i = threadIdx.x; i < BLOCK_M * HEAD_DIM / 4; i += PREPARE_THREADS)
+    sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (DETERMINISTIC && threadIdx.x < CONSUMERS) params.semaphores[number * CONSUMERS + threadIdx.x] = 0;
+}
+
+// One block for each query tile of each head; threads hold what they held in the main kernel.
+extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
+    const __grid_constant__ BackwardParams params) {
+  const int64_t number = blockIdx.x;
+  const int q_tile = blockIdx.x % params.q_tiles, head = blockIdx.x / params.q_tiles % params.num_heads;
+  const int batch = blockIdx.x / params.q_tiles / params.num_heads;
+  const Piece piece(threadIdx.x / 128);
+  const int lane = threadIdx.x % 32;
+  const float4* sums = (const float4*)(params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset) + threadIdx.x % 128;
+  const int first_row = q_tile * BLOCK_M + piece.first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
+  uint8_t* grad_query =
+      (uint8_t*)params.grad_query + 2 * (batch * params.grad_query_stride_batch + head * params.grad_query_stride_head);
+#pragma unroll
+  for (int group = 0; group < PIECE_COLUMNS / 8; group += 4) {
+    uint32_t words[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (group + i < piece.groups) x = sums[(group + i) * 128];
+      words[0][i] = pack(x.x * params.softmax_scale, x.y * params.softmax_scale);
+      words[1][i] = pack(x.z * params.softmax_scale, x.w * params.softmax_scale);
+    }
+    // Now lane i of a quad gets all 8 columns of group i.
+    const int column = piece.first_column + 8 * (group + lane % 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      quad_transpose(words[half], lane);
+      const int64_t row = first_row + 8 * half;
+      if (row < params.seqlen_q && group + lane % 4 < piece.groups && column < params.head_dim)
+        store_eight(grad_query + 2 * (row * params.grad_query_stride_row + column), words[half]);
+    }
+  }
+}

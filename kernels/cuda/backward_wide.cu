@@ -1,0 +1,323 @@
+// Backward attention on Hopper (compute capability 9.0) for head_dim from 128 to 256: the kernel of backward.cu, whose
+// sums of grad_key and grad_value no longer fit one warpgroup's registers. So warpgroups have roles, for 64 keys:
+//
+//   loading warp:  as there
+//   scores:        S^T = key query^T;  P^T = exp2(S^T), handed over in float32;  grad_value += P^T grad_out
+//   gradients:     dP^T = value grad_out^T;  dS^T = P^T (dP^T - delta), handed over rounded;  grad_key += dS^T query
+//   queries:       grad_query = dS key, box by box, added from registers to the float32 sums
+//
+// The first two issue the next tile's first product right behind this tile's second one, so that the matrix unit always
+// has work from one of them. P and dS go from thread to thread: S^T and dP^T have the same layout. Adding from
+// registers spares the staging of a tile of grad_query, 64 KB at a head_dim of 256; the sums' order in memory is the
+// accumulators' own, so a warp adds 512 bytes that lie together.
+//
+// Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of 64 rows, P (float32), DS_STAGES of dS.
+// Registers: HEAD_DIM / 2 for a sum, 32 for S or dP, 16 for either rounded, of 208; 32 for a box of grad_query, of 72.
+//
+// Defined by the host (backward.py): as for backward.cu, with BLOCK_M, STEP_M and BLOCK_N 64, KEYS_IN_REGISTERS 0, and
+// without EARLY_SCORES, DIRECT_SUMS and DELTA_FIRST.
+#include "backward.cuh"
+
+static_assert(BLOCK_M == 64 && STEP_M == 64 && BLOCK_N == 64 && CONSUMERS == 1 && SPLIT_ROWS && !KEYS_IN_REGISTERS);
+// The gradients' warpgroup asks for the next grad_out tile, which is loaded after the next query tile, before it is
+// done with this query tile.
+static_assert(Q_STAGES > 1);
+constexpr int THREADS = 512;
+constexpr int PRODUCER_REGISTERS = 24, SUM_REGISTERS = 208, QUERY_REGISTERS = 72;
+constexpr int P_BYTES = BLOCK_M * BLOCK_N * 4;
+
+// Byte addresses in shared memory.
+struct Shared {
+  uint32_t key, value, query, grad_out, grad_scores, probabilities, statistics, ticket, barriers;
+  __device__ explicit Shared(uint32_t base)
+      : key(base),
+        value(key + K_BYTES),
+        query(value + V_BYTES),
+        grad_out(query + Q_STAGES * Q_BYTES),
+        grad_scores(grad_out + DO_STAGES * DO_BYTES),
+        probabilities(grad_scores + DS_STAGES * DS_BYTES),
+        statistics(probabilities + P_BYTES),
+        ticket(statistics + Q_STAGES * STATISTICS_BYTES),
+        barriers(ticket + 16) {}
+  __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
+  __device__ uint32_t k_full() const { return barrier(0); }
+  __device__ uint32_t v_full() const { return barrier(1); }
+  __device__ uint32_t p_full() const { return barrier(2); }
+  __device__ uint32_t p_empty() const { return barrier(3); }
+  __device__ uint32_t q_full(int stage) const { return barrier(4 + stage); }
+  __device__ uint32_t q_empty(int stage) const { return barrier(4 + Q_STAGES + stage); }
+  __device__ uint32_t do_full(int stage) const { return barrier(4 + 2 * Q_STAGES + stage); }
+  __device__ uint32_t do_empty(int stage) const { return barrier(4 + 2 * Q_STAGES + DO_STAGES + stage); }
+  __device__ uint32_t ds_full(int stage) const { return barrier(4 + 2 * Q_STAGES + 2 * DO_STAGES + stage); }
+  __device__ uint32_t ds_empty(int stage) const { return ds_full(DS_STAGES + stage); }
+};
+
+__device__ __forceinline__ void release(uint32_t barrier) {
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+// Once all lanes have done what the barrier stands for.
+__device__ __forceinline__ void release_together(uint32_t barrier) {
+  __syncwarp();
+  release(barrier);
+}
+// Where a thread puts its group of four probabilities, or finds that of its partner in the other warpgroup.
+__device__ __forceinline__ uint32_t handed_over(const Shared& shared, int group) {
+  return shared.probabilities + group * 128 * 16 + threadIdx.x % 128 * 16;
+}
+
+// The warpgroup of S and grad_value.
+__device__ __forceinline__ void consume_scores(const TensorMap& grad_value_map, const Work& work, int tiles,
+                                               const BackwardParams& params, const Shared& shared) {
+  const float scale_log2 = params.softmax_scale_log2;
+  const int lane = threadIdx.x % 32, quad_lane = lane % 4, warp_row = threadIdx.x % 128 / 32 * 16;
+  const int first_key = work.k_tile * BLOCK_N, thread_key = first_key + warp_row + lane / 4;
+  const int last_row = (params.q_tiles - 1) * BLOCK_M, end_row = work.first_q_tile * BLOCK_M;
+  const bool ends = first_key + BLOCK_N > params.seqlen_k;
+  Ring<Q_STAGES> q;
+  Ring<DO_STAGES> d;
+  uint32_t p_phase = 1;  // the place of the probabilities is free at first
+  float grad_value[HEAD_DIM_V / 2] = {};
+  float scores[BLOCK_M / 2];
+  LeftOperand<HEAD_DIM> key;
+
+  const auto issue_scores = [&] {
+    barrier_wait(shared.q_full(q.stage), q.phase);
+    wgmma_fence();
+    key.multiply(scores, descriptor(shared.query + q.stage * Q_BYTES, 0), false);
+    wgmma_commit();
+  };
+  const auto step = [&](int first_row, auto more) {
+    const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + quad_lane * 8;
+    if (ends || (IS_CAUSAL && first_row < first_key + BLOCK_N - 1)) mask_keys(scores, thread_key, first_row, params);
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 2; i += 4) {
+      const float2 logsumexp = read_pair(statistics + 8 * i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        scores[i + j] = exp2_approx(fmaf(scores[i + j], scale_log2, -(j % 2 ? logsumexp.y : logsumexp.x)));
+    }
+    release_together(shared.q_empty(q.stage));
+    q.advance();
+    barrier_wait(shared.p_empty(), p_phase);
+    p_phase ^= 1;
+#pragma unroll
+    for (int group = 0; group < BLOCK_M / 8; ++group) store_four(handed_over(shared, group), scores + 4 * group);
+    release_together(shared.p_full());
+    uint32_t probabilities[BLOCK_M / 4];
+    pack_all(probabilities, scores);
+    barrier_wait(shared.do_full(d.stage), d.phase);
+    wgmma_fence();
+    accumulate_product<HEAD_DIM_V>(grad_value, probabilities, shared.grad_out + d.stage * DO_BYTES);
+    wgmma_commit();
+    if constexpr (decltype(more)::value) {
+      issue_scores();
+      wgmma_wait<1>();
+      release(shared.do_empty(d.stage));
+      wgmma_wait<0>();
+    } else {
+      wgmma_wait<0>();
+      release(shared.do_empty(d.stage));
+    }
+    d.advance();
+  };
+
+  if (tiles > 0) {
+    barrier_wait(shared.k_full(), 0);
+    key.load(shared.key, 0);
+    issue_scores();
+    wgmma_wait<0>();
+    int first_row = last_row;
+#pragma unroll 1
+    for (; tiles > 1; --tiles) {
+      step(first_row, Flag<true>());
+      first_row = first_row == end_row ? last_row : first_row - BLOCK_M;
+    }
+    step(first_row, Flag<false>());
+  }
+  named_sync(1, 384);
+  stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.value, warp_row);
+  store_fence();
+  named_sync(2, 128);
+  if (threadIdx.x == 128) {
+    store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.value, work.k_tile * BLOCK_N, work.kv_head, work.batch);
+    store_wait();
+  }
+}
+
+// The warpgroup of dP, dS and grad_key.
+__device__ __forceinline__ void consume_gradients(const TensorMap& grad_key_map, const Work& work, int tiles,
+                                                  const BackwardParams& params, const Shared& shared) {
+  const int quad_lane = threadIdx.x % 4, warp_row = threadIdx.x % 128 / 32 * 16;
+  Ring<Q_STAGES> q;
+  Ring<DO_STAGES> d;
+  Ring<DS_STAGES> s;
+  uint32_t p_phase = 0;
+  float grad_key[HEAD_DIM / 2] = {};
+  float grads[BLOCK_M / 2];
+  LeftOperand<HEAD_DIM_V> value;
+
+  const auto issue_grads = [&] {
+    barrier_wait(shared.do_full(d.stage), d.phase);
+    wgmma_fence();
+    value.multiply(grads, descriptor(shared.grad_out + d.stage * DO_BYTES, 0), false);
+    wgmma_commit();
+  };
+  const auto step = [&](auto more) {
+    const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + BLOCK_M * 4 + quad_lane * 8;
+    barrier_wait(shared.q_full(q.stage), q.phase);
+    barrier_wait(shared.p_full(), p_phase);
+    p_phase ^= 1;
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 2; i += 4) {
+      const float2 negative = read_pair(statistics + 8 * i);
+      const float4 p = read_four(handed_over(shared, i / 4));
+      grads[i] = p.x * (grads[i] + negative.x);
+      grads[i + 1] = p.y * (grads[i + 1] + negative.y);
+      grads[i + 2] = p.z * (grads[i + 2] + negative.x);
+      grads[i + 3] = p.w * (grads[i + 3] + negative.y);
+    }
+    uint32_t grad_scores[BLOCK_M / 4];
+    pack_all(grad_scores, grads);
+    release_together(shared.p_empty());
+    barrier_wait(shared.ds_empty(s.stage), s.phase ^ 1);
+    write_grad_scores(shared.grad_scores + s.stage * DS_BYTES, grad_scores, warp_row);
+    store_fence();
+    release_together(shared.ds_full(s.stage));
+    s.advance();
+    wgmma_fence();
+    accumulate_product<HEAD_DIM>(grad_key, grad_scores, shared.query + q.stage * Q_BYTES);
+    wgmma_commit();
+    if constexpr (decltype(more)::value) {
+      issue_grads();
+      wgmma_wait<1>();
+      release(shared.q_empty(q.stage));
+      wgmma_wait<0>();
+      release(shared.do_empty(d.stage));
+      d.advance();
+    } else {
+      wgmma_wait<0>();
+      release(shared.q_empty(q.stage));
+    }
+    q.advance();
+  };
+
+  if (tiles > 0) {
+    barrier_wait(shared.v_full(), 0);
+    value.load(shared.value, 0);
+    issue_grads();
+    wgmma_wait<0>();
+    release(shared.do_empty(d.stage));
+    d.advance();
+#pragma unroll 1
+    for (; tiles > 1; --tiles) step(Flag<true>());
+    step(Flag<false>());
+  }
+  named_sync(1, 384);
+  stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.key, warp_row);
+  store_fence();
+  named_sync(3, 128);
+  if (threadIdx.x == 256) {
+    store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.key, work.k_tile * BLOCK_N, work.kv_head, work.batch);
+    store_wait();
+  }
+}
+
+// COLUMNS of a tile of grad_query from `first_column` on, added to its sums. Products are as wide as a box, whose
+// columns past HEAD_DIM are zeros.
+template <int COLUMNS>
+__device__ __forceinline__ void add_columns(float* sums, uint32_t grad_scores, uint32_t key, int first_column) {
+  float columns[BOX_COLUMNS / 2];
+  const uint32_t right = descriptor(key + first_column / BOX_COLUMNS * BLOCK_N * BOX_ROW_BYTES, 0);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < BLOCK_N / 16; ++k)
+    Wgmma<BOX_COLUMNS>::ss_columns(columns, moved(grad_scores, column_group<BLOCK_M>(k)),
+                                   moved(right, k * 16 * BOX_ROW_BYTES), k > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  float* to = sums + (first_column / 8 * 128 + threadIdx.x % 128) * 4;
+#pragma unroll
+  for (int group = 0; group < COLUMNS / 8; ++group) reduce_four(to + group * 128 * 4, columns + 4 * group);
+}
+
+// The warpgroup of grad_query.
+__device__ __forceinline__ void consume_queries(const Work& work, const BackwardParams& params, const Shared& shared) {
+  Ring<DS_STAGES> s;
+  if (work.tiles(params) > 0) barrier_wait(shared.k_full(), 0);
+  for_each_tile(work, params, [&](int, int, int64_t number) {
+    float* sums = params.sums + number * (BLOCK_M * HEAD_DIM);
+    const uint32_t grad_scores = descriptor(shared.grad_scores + s.stage * DS_BYTES, 0);
+    barrier_wait(shared.ds_full(s.stage), s.phase);
+    if (DETERMINISTIC) {
+      if (threadIdx.x == 384) semaphore_wait(params.semaphores + number, work.k_tile);
+      named_sync(4, 128);
+    }
+#pragma unroll
+    for (int column = 0; column + BOX_COLUMNS <= HEAD_DIM; column += BOX_COLUMNS)
+      add_columns<BOX_COLUMNS>(sums, grad_scores, shared.key, column);
+    constexpr int REST = HEAD_DIM % BOX_COLUMNS;
+    if constexpr (REST > 0) add_columns<REST>(sums, grad_scores, shared.key, HEAD_DIM - REST);
+    release(shared.ds_empty(s.stage));
+    s.advance();
+    if (DETERMINISTIC) {
+      __threadfence();
+      named_sync(4, 128);
+      if (threadIdx.x == 384) semaphore_add(params.semaphores + number);
+    }
+  });
+  named_sync(1, 384);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
+    const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
+    const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap grad_out_map,
+    const __grid_constant__ TensorMap grad_key_map, const __grid_constant__ TensorMap grad_value_map,
+    const __grid_constant__ BackwardParams params) {
+  // The swizzle counts from multiples of 1024 bytes.
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
+  if (shared.key % 1024) __trap();
+  if (threadIdx.x == 0) {
+    prefetch_map(query_map);
+    prefetch_map(key_map);
+    prefetch_map(value_map);
+    prefetch_map(grad_out_map);
+    take_ticket(shared.ticket, params);
+    barrier_init(shared.k_full(), 1);
+    barrier_init(shared.v_full(), 1);
+    barrier_init(shared.p_full(), 4);
+    barrier_init(shared.p_empty(), 4);
+    // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each warp that reads.
+    for (int stage = 0; stage < Q_STAGES; ++stage) {
+      barrier_init(shared.q_full(stage), 2);
+      barrier_init(shared.q_empty(stage), 8);
+    }
+    for (int stage = 0; stage < DO_STAGES; ++stage) {
+      barrier_init(shared.do_full(stage), 1);
+      barrier_init(shared.do_empty(stage), 8);
+    }
+    for (int stage = 0; stage < DS_STAGES; ++stage) {
+      barrier_init(shared.ds_full(stage), 4);
+      barrier_init(shared.ds_empty(stage), 4);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  const Work work = work_at(block_number(shared.ticket, params), params);
+  const int tiles = work.tiles(params) * (params.num_heads / params.num_kv_heads);
+
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 0) {
+    registers_release<PRODUCER_REGISTERS>();
+    if (threadIdx.x == 0) produce(query_map, key_map, value_map, grad_out_map, work, params, shared);
+  } else if (warpgroup == 1) {
+    registers_claim<SUM_REGISTERS>();
+    consume_scores(grad_value_map, work, tiles, params, shared);
+  } else if (warpgroup == 2) {
+    registers_claim<SUM_REGISTERS>();
+    consume_gradients(grad_key_map, work, tiles, params, shared);
+  } else {
+    registers_release<QUERY_REGISTERS>();
+    consume_queries(work, params, shared);
+  }
+}

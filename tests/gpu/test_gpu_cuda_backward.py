@@ -1,0 +1,420 @@
+"""The Hopper backward kernels, forced: gradients against float64, repetition, graphs, streams, neighbouring memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common import Call, check, expect, gradient_for, results_of, simple_call, stock_results, tensor_in_layout
+
+ROOT = Path(__file__).resolve().parents[2]
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.cuda_only,
+    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (compute capability 9.0)"),
+]
+RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "200"))
+CHUNK = 10
+DTYPES = (torch.bfloat16, torch.float16)
+ALIGNED_LAYOUTS = ("bhsd", "bshd", "sbhd", "packed")
+COPIED_LAYOUTS = ("expanded_heads", "unaligned", "odd_strides", "strided_last")  # of grad_out
+KERNELS = ("flash", "cudnn", "math")
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def hopper(plugin, monkeypatch):
+    """A context manager: the block runs on the forced backend, whose own backward must run (or, False, must not)."""
+    from torch_flashbackend import ops
+
+    monkeypatch.setattr(ops, "HOPPER_BACKWARD", True)
+
+    @contextlib.contextmanager
+    def forced(wanted: bool = True):
+        ops.reset_launch_counts()
+        with plugin.sdpa_backend("cuda"):
+            yield
+        assert bool(ops.launch_counts().get("flash_backward")) == wanted, ops.launch_counts()
+
+    return forced
+
+
+@pytest.fixture
+def check_gradients(plugin, hopper, note):
+    """Judges a call's gradients; grad_out may be given, else it is random and contiguous."""
+
+    def run(call, grad_out=None, kernels=KERNELS):
+        grad_out = gradient_for(call) if grad_out is None else grad_out
+        plugin.disable()
+        stock = stock_results(call, grad_out.contiguous(), kernels)
+        expected = expect(call, grad_out)
+        plugin.enable()
+        with hopper():
+            results = results_of(call, grad_out)
+        note(check(results, expected, stock, call.describe()))
+        return results
+
+    return run
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_one_tile_and_many(check_gradients, head_dim, dtype, is_causal):
+    for shape in ((1, 1, 128, 128), (1, 1, 256, 256), (2, 3, 512, 512), (1, 2, 1024, 1024)):
+        check_gradients(simple_call(*shape, head_dim, dtype=dtype, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_head_dim(check_gradients, head_dim):
+    dtype = DTYPES[head_dim // 8 % 2]
+    for is_causal in (False, True):
+        check_gradients(simple_call(2, 3, 333, 400, head_dim, dtype=dtype, is_causal=is_causal))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(192, 128), (64, 128), (128, 64), (96, 32), (40, 80), (64, 256), (256, 64), (136, 152)]
+)
+def test_value_head_dim_of_its_own(check_gradients, head_dim, head_dim_v):
+    for is_causal in (False, True):
+        check_gradients(simple_call(2, 2, 200, 300, head_dim, head_dim_v=head_dim_v, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen_q", [1, 2, 63, 64, 65, 127, 128, 129, 191, 193, 255, 257, 385])
+def test_lengths_around_tiles(check_gradients, seqlen_q, head_dim):
+    for seqlen_k in (1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 513):
+        for is_causal in (False, True):
+            call = simple_call(1, 2, seqlen_q, seqlen_k, head_dim, is_causal=is_causal, seed=seqlen_k)
+            check_gradients(call, kernels=("flash", "math"))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 4096, 4096), (2, 4, 2048, 2048), (1, 2, 1000, 5000), (1, 2, 5000, 1000)])
+def test_long_sequences(check_gradients, shape, is_causal, head_dim):
+    check_gradients(simple_call(*shape, head_dim, is_causal=is_causal), kernels=("flash", "cudnn"))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (8, 2), (8, 1), (32, 8), (6, 2), (12, 3)])
+def test_grouped_queries(check_gradients, heads, kv_heads, is_causal, head_dim):
+    check_gradients(simple_call(2, heads, 200, 300, head_dim, kv_heads=kv_heads, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("layout", ALIGNED_LAYOUTS)
+@pytest.mark.parametrize("grad_layout", [*ALIGNED_LAYOUTS, *COPIED_LAYOUTS])
+def test_layouts(check_gradients, layout, grad_layout):
+    shape = (2, 4, 150, 64)
+    tensors = [tensor_in_layout(shape, layout, torch.bfloat16, "cuda", seed) for seed in range(3)]
+    call = Call(*tensors, is_causal=True, note=f"{layout}, gradient {grad_layout}")
+    results = check_gradients(call, tensor_in_layout(shape, grad_layout, torch.bfloat16, "cuda", 7))
+    for name in ("query", "key", "value"):
+        assert results[name].stride() == torch.empty_like(getattr(call, name)).stride()
+
+
+def test_gradient_of_a_sum(check_gradients):
+    call = simple_call(2, 2, 200, head_dim=64, is_causal=True)
+    check_gradients(call, torch.ones((), device="cuda", dtype=torch.bfloat16).expand(2, 2, 200, 64))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.5, 1.0, 5.0])
+def test_scales(check_gradients, scale):
+    for is_causal in (False, True):
+        check_gradients(simple_call(2, 2, 200, head_dim=64, scale=scale, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("shift", [-200.0, 200.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_scores_far_from_zero(check_gradients, head_dim, shift):
+    """Scores all very negative, or very large: keys past the end, whose scores are zero, must not count."""
+    call = simple_call(1, 2, 190, 190, head_dim)
+    query = call.query.clone()
+    query[..., 0] = shift
+    key = call.key.clone()
+    key[..., 0] = 8.0
+    for is_causal in (False, True):
+        check_gradients(dataclasses.replace(call, query=query, key=key, scale=1.0, is_causal=is_causal))
+
+
+def random_hopper_call(seed):
+    """A call whose backward the Hopper kernels take: any lengths, GQA, layouts and scales."""
+    rng = random.Random(seed)
+    dtype = rng.choice(DTYPES)
+    batch, kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.choice([1, 1, 2, 4])
+
+    def length():
+        return rng.choice([1, 64, 127, 128, 192, 256, 512]) if rng.random() < 0.3 else rng.randint(1, 900)
+
+    seqlen_q = length()
+    seqlen_k = seqlen_q if rng.random() < 0.4 else length()
+    head_dim = rng.choice([64, 64, 128, 128, 256, 8 * rng.randint(1, 32)])
+    head_dim_v = head_dim if rng.random() < 0.8 else rng.choice([64, 128])
+    layouts = [rng.choice(ALIGNED_LAYOUTS) for _ in range(4)]
+    sizes = [(kv_heads * group, seqlen_q, head_dim), (kv_heads, seqlen_k, head_dim), (kv_heads, seqlen_k, head_dim_v),
+             (kv_heads * group, seqlen_q, head_dim_v)]  # fmt: skip
+    *tensors, grad_out = [
+        tensor_in_layout((batch, *size), layout, dtype, "cuda", 4 * seed + index)
+        for index, (size, layout) in enumerate(zip(sizes, layouts))
+    ]
+    call = Call(
+        *tensors, is_causal=rng.random() < 0.5, scale=rng.choice([None, None, 0.5, 1.0, 0.01]), enable_gqa=group > 1,
+        note=f"random call {seed} ({', '.join(layouts)})",
+    )  # fmt: skip
+    return call, grad_out
+
+
+@pytest.mark.parametrize("first", range(0, RANDOM_CALLS, CHUNK))
+def test_random_calls(check_gradients, first):
+    for seed in range(first, min(first + CHUNK, RANDOM_CALLS)):
+        check_gradients(*random_hopper_call(seed))
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
+def test_one_gradient_alone(hopper, wanted):
+    call = simple_call(2, 2, 200, 300, head_dim=64, is_causal=True)
+    grad_out = gradient_for(call)
+    with hopper():
+        everything = results_of(call, grad_out)
+        leaves = [t.detach().requires_grad_(w) for t, w in zip((call.query, call.key, call.value), wanted)]
+        out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+        (grad,) = torch.autograd.grad(out, [t for t in leaves if t.requires_grad], grad_out)
+    name = ("query", "key", "value")[wanted.index(True)]
+    if name == "query":  # its sums are added up in any order
+        torch.testing.assert_close(grad, everything[name], rtol=0.02, atol=0.02)
+    else:
+        assert torch.equal(grad, everything[name])
+
+
+def test_keys_that_are_expanded_over_heads_run_tritons(hopper, note):
+    tensors = [tensor_in_layout((2, 4, 150, 64), layout, torch.float16, "cuda", seed)
+               for seed, layout in enumerate(("bhsd", "expanded_heads", "expanded_heads"))]  # fmt: skip
+    call = Call(*tensors, is_causal=True)
+    grad_out = gradient_for(call)
+    with hopper(False):
+        note(check(results_of(call, grad_out), expect(call, grad_out), None, call.describe()))
+
+
+# ------------------------------------------------------------------------------------------- what lies next to the data
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_neighbours_are_neither_read_nor_written(hopper, head_dim, is_causal):
+    """The tensors are windows of larger ones, full of NaN around them; the gradients are views of NaN in no place."""
+    shape = (2, 3, 500, head_dim + 64)
+    storage = [torch.full(shape, torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    windows = [tensor[:, 1:2, 100:333, 32 : 32 + head_dim] for tensor in storage]
+    call = simple_call(2, 1, 233, head_dim=head_dim)
+    grad_out = gradient_for(call)
+    for window, source in zip(windows, (call.query, call.key, call.value, grad_out)):
+        window.copy_(source)
+    with hopper(), deterministic():  # torch.empty is full of NaN then
+        apart = results_of(dataclasses.replace(call, is_causal=is_causal), grad_out)
+        inside = results_of(Call(*windows[:3], is_causal=is_causal), windows[3])
+    for name, grad in apart.items():
+        assert grad.isfinite().all(), name
+        assert torch.equal(inside[name], grad), name
+
+
+def test_nan_in_grad_out_shows(hopper):
+    call = simple_call(1, 1, 200, head_dim=64)
+    grad_out = gradient_for(call)
+    grad_out[:, :, 77] = torch.nan
+    with hopper():
+        results = results_of(call, grad_out)
+    assert results["query"][:, :, 77].isnan().all()
+    assert results["query"][:, :, :64].isfinite().all()
+    assert results["key"].isnan().all() and results["value"].isnan().all()
+
+
+# --------------------------------------------------------------------------------------------------- repetition, graphs
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_key_and_value_gradients_repeat_bit_by_bit_under_load(hopper, head_dim, is_causal):
+    """The check for races that racecheck does not see: these two sums have one order in every mode."""
+    call = simple_call(4, 16, 1000, 1333, head_dim, kv_heads=8, is_causal=is_causal)
+    grad_out = gradient_for(call)
+    other = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    stream = torch.cuda.Stream()
+    with hopper():
+        first = results_of(call, grad_out)
+        torch.cuda.synchronize()
+        for turn in range(30):
+            if turn % 3 == 0:
+                with torch.cuda.stream(stream):
+                    other @ other
+            again = results_of(call, grad_out)
+            for name in ("key", "value"):
+                assert torch.equal(again[name], first[name]), (turn, name)
+            torch.testing.assert_close(again["query"], first["query"], rtol=0.02, atol=0.02)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("shape", [(4, 16, 1000, 1333), (1, 2, 4096, 4096), (40, 8, 130, 260)])
+def test_deterministic_mode_repeats_bit_by_bit(hopper, note, shape, head_dim, is_causal):
+    call = simple_call(*shape, head_dim, kv_heads=shape[1] // 2, is_causal=is_causal)
+    grad_out = gradient_for(call)
+    with hopper(), deterministic():
+        first = results_of(call, grad_out)
+        for turn in range(20):
+            again = results_of(call, grad_out)
+            for name, grad in first.items():
+                assert torch.equal(again[name], grad), (turn, name)
+    if shape[0] * shape[1] * shape[2] * shape[3] < 10**8:
+        note(check(first, expect(call, grad_out), None, call.describe()))
+
+
+def test_deterministic_launches_on_streams_at_once(hopper):
+    """They do not share what they count blocks with."""
+    call = simple_call(2, 8, 777, head_dim=64, is_causal=True)
+    grad_out = gradient_for(call)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    with hopper(), deterministic():
+        expected = results_of(call, grad_out)
+        torch.cuda.synchronize()
+        results = []
+        for _ in range(10):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    results.append(results_of(call, grad_out))
+        torch.cuda.synchronize()
+    for result in results:
+        for name, grad in expected.items():
+            assert torch.equal(result[name], grad), name
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, deterministic], ids=["default", "deterministic"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_cuda_graph_of_forward_and_backward(hopper, note, is_causal, mode):
+    call = simple_call(2, 4, 500, head_dim=128, kv_heads=2, is_causal=is_causal)
+    grad_out = gradient_for(call)
+    leaves = call.leaves()
+    static = [t.clone().requires_grad_() for t in (leaves.query, leaves.key, leaves.value)]
+
+    def both():
+        out = F.scaled_dot_product_attention(*static, is_causal=is_causal, enable_gqa=True)
+        return out, *torch.autograd.grad(out, static, grad_out)
+
+    with hopper(), mode():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            both()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = both()
+    for seed in range(3):
+        other = simple_call(2, 4, 500, head_dim=128, kv_heads=2, is_causal=is_causal, seed=10 * seed)
+        with torch.no_grad():
+            for tensor, source in zip(static, (other.query, other.key, other.value)):
+                tensor.copy_(source)
+        graph.replay()
+        named = dict(zip(("out", "query", "key", "value"), results))
+        note(check(named, expect(other, grad_out), None, f"replay {seed}"))
+
+
+def test_compiled_training_step(plugin, hopper, note):
+    call = simple_call(2, 4, 256, head_dim=64, is_causal=True)
+    grad_out = gradient_for(call)
+
+    def attend(query, key, value):
+        with plugin.sdpa_backend("cuda"):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    compiled = torch.compile(attend, fullgraph=True)
+    with hopper():
+        results = results_of(call, grad_out, lambda *args, **options: compiled(*args))
+    note(check(results, expect(call, grad_out), None, "compiled"))
+
+
+def test_peak_memory_is_at_most_that_of_stocks_flash(plugin, hopper):
+    """Workspaces included; head_dim 128, where neither pads."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    call = simple_call(2, 16, 4096, head_dim=128, is_causal=True).leaves()
+    grad_out = gradient_for(call)
+
+    def peak(context):
+        with context:
+            for _ in range(2):
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                torch.autograd.grad(call.run(), (call.query, call.key, call.value), grad_out)
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated() - before
+
+    with hopper():
+        ours = peak(contextlib.nullcontext())
+    plugin.disable()
+    stock = peak(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+    assert ours <= stock * 1.01, (ours, stock)
+
+
+# ------------------------------------------------------------------------------------------------------------ sanitizer
+
+SANITIZED = """
+import torch, torch.nn.functional as F
+from torch_flashbackend import ops, sdpa_backend
+ops.HOPPER_BACKWARD = True
+torch.manual_seed(0)
+for deterministic in (False, True):
+    torch.use_deterministic_algorithms(deterministic)
+    for head_dim in (64, 128, 256):
+        for is_causal in (False, True):
+            for seqlen_q, seqlen_k in ((200, 333), (65, 64)):
+                query = torch.randn(1, 2, seqlen_q, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                key, value = (torch.randn(1, 1, seqlen_k, head_dim, device="cuda", dtype=torch.bfloat16,
+                                          requires_grad=True) for _ in "kv")
+                with sdpa_backend("cuda"):
+                    out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
+                    grads = torch.autograd.grad(out, (query, key, value), torch.randn_like(out))
+                if CHECK:
+                    assert all(grad.isfinite().all() for grad in grads)
+torch.cuda.synchronize()
+assert ops.launch_counts()["flash_backward"] == 24
+print("done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_compute_sanitizer_is_clean(tool):
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kernel_substring=flash_backward"]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", f"CHECK = True\n{SANITIZED}"],
+        capture_output=True, text=True, env=environment, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0 and "done" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]

@@ -1,0 +1,182 @@
+"""The host side of the Hopper backward: what is launched for a call, with a stub for the driver; and who calls it."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hooked import sample
+from test_cuda_launch import OnDevice
+from test_nvrtc import FakeDriver, install_fake_driver
+
+from torch_flashbackend import driver, nvrtc, ops
+from torch_flashbackend.kernels import KernelUnavailable
+from torch_flashbackend.kernels.cuda import backward, forward, tiles
+
+MEMORY = 1 << 30
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A driver and a compiler that answer without doing anything; `launches`: what each launch was given."""
+    fake = FakeDriver()
+    fake.compiled, fake.launches = [], []
+    install_fake_driver(monkeypatch, fake)
+    monkeypatch.setattr(forward, "_device", lambda index: ((9, 0), 10))
+    monkeypatch.setattr(backward, "_plans", {})
+
+    def compile(source, **_):
+        fake.compiled.append(source)
+        return nvrtc.Binary(source.key("13.0"), b"\x7fELF", "")
+
+    def launch(config, function, arguments, index, stream):
+        fake.launches.append((list(config.grid), list(config.block), config.shared_bytes, arguments.value))
+
+    monkeypatch.setattr(nvrtc, "compile", compile)
+    monkeypatch.setattr(driver, "launch", launch)
+    monkeypatch.setattr(driver, "counters", lambda index, stream: 4096)
+    # The workspace: at a known address, its size kept.
+    empty = torch.empty
+
+    def allocate(*size, **options):
+        if (
+            options.get("dtype") is torch.float32
+            and "device" in options
+            and isinstance(options["device"], SimpleNamespace)
+        ):
+            fake.workspace = size[0]
+            return SimpleNamespace(data_ptr=lambda: MEMORY)
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    return fake
+
+
+def tensors(
+    batch=2, heads=4, kv_heads=2, seqlen_q=300, seqlen_k=500, head_dim=72, head_dim_v=None, dtype=torch.bfloat16
+):
+    """In the order of Plan's arguments, at addresses of their own."""
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    query, key = (batch, heads, seqlen_q, head_dim), (batch, kv_heads, seqlen_k, head_dim)
+    value, out = (batch, kv_heads, seqlen_k, head_dim_v), (batch, heads, seqlen_q, head_dim_v)
+    made = [torch.zeros(1, dtype=dtype, device="meta").expand(shape).contiguous() for shape in (query, key, value, out)]
+    lse = torch.zeros(query[:3], device="meta")
+    listed = [*made, lse, made[3], *made[:3]]
+    on_device = [OnDevice(tensor, (index + 1) << 20) for index, tensor in enumerate(listed)]
+    on_device[4].is_contiguous = lambda: True
+    return on_device
+
+
+def run(listed, is_causal=True, scale=0.25, deterministic=False):
+    query, key, value, out, lse, grad_out, grad_query, grad_key, grad_value = listed
+    backward.backward(
+        grad_out, query, key, value, out, lse, is_causal, scale, grad_query, grad_key, grad_value, deterministic
+    )
+
+
+def params_of(cuda, launch):
+    """(the addresses in the tensor maps of the main kernel, the parameters) of a launch."""
+    *maps, params = (ctypes.c_void_p * 7).from_address(cuda.launches[launch][3])
+    addresses = [ctypes.c_uint64.from_address(address).value for address in maps]
+    size = ctypes.sizeof(backward.BackwardParams)
+    return addresses, backward.BackwardParams.from_buffer_copy(ctypes.string_at(params, size))
+
+
+@pytest.mark.parametrize("head_dim", [72, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_parameters_of_the_launches(cuda, head_dim, deterministic):
+    listed = tensors(head_dim=head_dim)
+    query, key, value, out, lse, grad_out, grad_query, grad_key, grad_value = listed
+    run(listed, deterministic=deterministic)
+    padded = 80 if head_dim == 72 else 256
+    tile = tiles.choose_backward(padded, padded, True)
+    q_tiles, k_tiles = math.ceil(300 / tile.block_m), math.ceil(500 / tile.block_n)
+    threads = 512 if head_dim > 128 else 128 * (tile.block_n // 64 + 1)
+    grids, blocks = [launch[0] for launch in cuda.launches], [launch[1] for launch in cuda.launches]
+    assert grids == [[q_tiles * 8, 1, 1], [k_tiles * 4, 1, 1], [q_tiles * 8, 1, 1]]
+    assert blocks == [[256, 1, 1], [threads, 1, 1], [128 * tile.block_n // 64, 1, 1]]
+    addresses, params = params_of(cuda, 1)
+    walked = (query, key, value, grad_out, grad_key, grad_value)
+    assert addresses == [tensor.data_ptr() for tensor in walked]
+    assert (params.out, params.grad_out) == (out.data_ptr(), grad_out.data_ptr())
+    assert (params.logsumexp, params.grad_query) == (lse.data_ptr(), grad_query.data_ptr())
+    assert (params.logsumexp_pitch, params.q_tiles, params.k_tiles) == (300, q_tiles, k_tiles)
+    assert (params.head_dim, params.head_dim_v, params.num_kv_heads) == (head_dim, head_dim, 2)
+    assert params.softmax_scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
+    # Statistics, sums and semaphores follow each other and end with the workspace.
+    statistics, sums = 8 * q_tiles * 2 * tile.block_m, 8 * q_tiles * tile.block_m * padded
+    assert params.statistics == MEMORY
+    assert params.sums == MEMORY + 4 * statistics
+    assert params.semaphores == params.sums + 4 * sums
+    assert cuda.workspace == statistics + sums + (8 * q_tiles * tile.num_warpgroups if deterministic else 0)
+    assert params.counters == (4096 if deterministic else None)
+    defines = cuda.compiled[-1].defines
+    assert (defines["HEAD_DIM"], defines["DETERMINISTIC"]) == (padded, deterministic)
+    # The other kernels have the same parameters as their only argument.
+    for launch in (0, 2):
+        (address,) = (ctypes.c_void_p * 1).from_address(cuda.launches[launch][3])
+        assert ctypes.string_at(address, 8) == out.data_ptr().to_bytes(8, "little")
+
+
+def test_no_gradient_of_the_query_no_last_kernel(cuda):
+    listed = tensors()
+    listed[6] = None
+    run(listed)
+    assert len(cuda.launches) == 2
+    assert params_of(cuda, 1)[1].grad_query is None
+
+
+def test_calls_without_a_kernel(cuda):
+    for listed, message in ((tensors(head_dim=264), "head_dim"), (tensors(dtype=torch.float32), "float32")):
+        for _ in range(2):
+            with pytest.raises(KernelUnavailable, match=message):
+                run(listed)
+    assert not cuda.launches and not cuda.compiled
+
+
+def test_strides_that_the_copy_engine_cannot_walk():
+    tensor = torch.empty(2, 4, 10, 16)
+    assert backward.walkable(tensor, tensor.transpose(1, 2), tensor[:1, :, ::2])
+    assert not backward.walkable(tensor.mT)
+    assert not backward.walkable(tensor[..., :1, :].expand(2, 4, 10, 16))
+    assert not backward.walkable(torch.empty(2, 4, 10, 20)[..., :16])
+
+
+@pytest.mark.parametrize(
+    ("flag", "backend", "options", "ran"),
+    [
+        (True, "cuda", {}, "cuda"),
+        (False, "cuda", {}, "triton"),
+        (True, "triton", {}, "triton"),
+        (True, "cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, "triton"),
+        (True, "cuda", {"dropout_p": 0.5}, "triton"),
+    ],
+)
+def test_which_backward_runs(monkeypatch, flag, backend, options, ran):
+    called = []
+
+    def fake(grad_out, query, key, value, out, lse, is_causal, scale, *grads_and_mode):
+        called.append("cuda")
+        assert grad_out.stride() == out.contiguous().stride()  # it was expanded: copied
+        for grad in grads_and_mode[:3]:
+            grad.fill_(3.0)
+
+    hopper = SimpleNamespace(backward=fake, walkable=backward.walkable, aligned=backward.aligned)
+    monkeypatch.setattr(ops, "HOPPER_BACKWARD", flag)
+    monkeypatch.setattr(ops, "_hopper_backward", lambda: hopper)
+    monkeypatch.setattr(ops, "_kernels", lambda: SimpleNamespace(backward=lambda *_: called.append("triton")))
+    query, key, value = (sample(1, 2, 5, 16, seed=i).detach() for i in range(3))
+    grad_out = torch.ones(()).expand_as(query)
+    attn_mask, dropout_p = options.get("attn_mask"), options.get("dropout_p", 0.0)
+    grads = ops._gradients_cuda(
+        grad_out, query, key, value, attn_mask, query.clone(), torch.zeros(1, 2, 5), None, dropout_p, True, 0.25,
+        (True, False, True, False), backend,
+    )  # fmt: skip
+    assert called == [ran]
+    assert grads[1] is None and grads[3] is None
+    assert grads[0] is not None and grads[2] is not None
+    if ran == "cuda":
+        assert (grads[0] == 3.0).all() and (grads[2] == 3.0).all()
