@@ -5,7 +5,7 @@
 First every candidate is compiled, in parallel; then checked against float64 in a process of its own, where one that
 hangs or faults costs that process alone; then those that passed are timed beside cuDNN, PyTorch's flash kernel and the
 Triton kernels, in turn, on random data, medians. Rates count five products, a causal mask halves them. For the best
-candidate of each problem the three kernels are timed one by one as well.
+candidate of each problem the two kernels are timed one by one as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness import Meter, Results, Run, environment
 from torch_flashbackend import driver, ops
-from torch_flashbackend.kernels.cuda import backward
+from torch_flashbackend.kernels.cuda import backward, tiles
 from torch_flashbackend.kernels.cuda.tiles import BackwardTile
 
 TOKENS, WIDTH = 16384, 2048
@@ -43,42 +43,21 @@ SECONDS_PER_CHECK = 20.0
 
 
 def candidates(head_dim: int) -> list[BackwardTile]:
-    """What is tried, the simplest first."""
+    """What is tried, the table's first."""
+    first = tiles.choose_backward(head_dim, head_dim, False)
     if head_dim > 128:
-        wide = BackwardTile(64, 64, 64)
-        return [wide, dataclasses.replace(wide, ds_stages=1)]
-    if head_dim <= 64:
-        plain = BackwardTile(128, 128, 64, early_scores=False)
-        early = dataclasses.replace(plain, early_scores=True)
-        registers = dataclasses.replace(early, keys_in_registers=True)
-        more = [
-            early,
-            registers,
-            dataclasses.replace(registers, early_scores=False),
-            dataclasses.replace(registers, delta_first=True),
-            dataclasses.replace(registers, direct_sums=True),
-            dataclasses.replace(registers, direct_sums=True, q_stages=3, do_stages=3),
-            dataclasses.replace(registers, ds_stages=1, q_stages=3, do_stages=3),
-        ]
-    else:
-        plain = BackwardTile(64, 128, 64, early_scores=False)
-        early = dataclasses.replace(plain, early_scores=True)
-        more = [
-            early,
-            dataclasses.replace(early, delta_first=True),
-            dataclasses.replace(early, direct_sums=True),
-            dataclasses.replace(early, direct_sums=True, q_stages=3, do_stages=3),
-            dataclasses.replace(early, q_stages=3, do_stages=3),
-            dataclasses.replace(early, ds_stages=1, q_stages=3),
-        ]
-    return [plain, *more]
+        return [first, dataclasses.replace(first, ds_stages=1)]
+    return [
+        first,
+        dataclasses.replace(first, early_scores=False),
+        dataclasses.replace(first, delta_first=True),
+        dataclasses.replace(first, ds_stages=1, q_stages=3, do_stages=3),
+    ]
 
 
 def name_of(tile: BackwardTile) -> str:
     """Short: 64x128 q2 do2 ds2, then what is switched on."""
-    flags = [
-        name for name in ("early_scores", "keys_in_registers", "direct_sums", "delta_first") if getattr(tile, name)
-    ]
+    flags = [name for name in ("early_scores", "keys_in_registers", "delta_first") if getattr(tile, name)]
     stages = f"q{tile.q_stages} do{tile.do_stages} ds{tile.ds_stages}"
     return " ".join([f"{tile.block_m}/{tile.step_m}x{tile.block_n}", stages, *flags])
 
@@ -131,7 +110,7 @@ def with_forward(tensors: list[torch.Tensor], is_causal: bool) -> tuple[Any, ...
 
 
 def launcher(candidate: Candidate, arguments: tuple[Any, ...]) -> Callable[[], None]:
-    """A function that runs the candidate's three kernels."""
+    """A function that runs the candidate's two kernels."""
     scale = arguments[0].size(3) ** -0.5
     plan = backward.Plan(*arguments, candidate.is_causal, scale, candidate.deterministic, candidate.tile)
     return functools.partial(plan, *arguments)

@@ -64,10 +64,6 @@ def _hopper():
     return forward
 
 
-HOPPER_BACKWARD = False
-"""Whether the "cuda" backend runs its own backward where it has one, instead of Triton's."""
-
-
 @functools.cache
 def _hopper_backward():
     """The backward of the Hopper kernels, likewise."""
@@ -171,12 +167,11 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
     grad_key, grad_value = (torch.empty_like(key), torch.empty_like(value)) if both else (None, None)
     if grad_out.stride(3) != 1:  # the gradient of a sum is expanded, say: no vector loads without a copy
         grad_out = grad_out.contiguous()
-    if HOPPER_BACKWARD and backend == "cuda" and attn_mask is None and dropout_p == 0.0:
+    if backend == "cuda" and attn_mask is None and dropout_p == 0.0:
         hopper = _hopper_backward()
         if not (hopper.walkable(grad_out) and hopper.aligned(grad_out)):
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
-        tensors = query, key, value, out
-        if hopper.walkable(*tensors) and hopper.aligned(*tensors):
+        if hopper.suits(query, key, value, out):
             if not both:
                 grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
             hopper.backward(

@@ -3,7 +3,7 @@
 // With S = query key^T, P = exp2(scale_log2 S - logsumexp), dP = grad_out value^T, delta = rowsum(grad_out out) and
 // dS = P (dP - delta):  grad_value = P^T grad_out,  grad_key = scale dS^T query,  grad_query = scale dS key.
 //
-//   flash_backward_prepare: delta and logsumexp * log2(e) of each query tile, side by side; zeros for grad_query's sums
+//   flash_backward_prepare: delta and logsumexp * log2(e) of each query tile, side by side; zeros where sums begin
 //   flash_backward, for each tile of BLOCK_N keys (one block; a key head's tiles one after the other):
 //     loading warp:    keys and values once; then query and grad_out tiles of BLOCK_M rows, of all query heads of the
 //                      group, each with its statistics, by TMA into rings of Q_STAGES and DO_STAGES buffers
@@ -13,13 +13,12 @@
 //       once all have written dS:  issue its share of grad_query = dS key;  issue the next tile's S^T = key query'^T
 //       its share of grad_query into a staging buffer meanwhile
 //     storing warps:   add the staged grad_query to float32 sums in global memory, by bulk reduction
-//   flash_backward_finish: the sums, scaled and rounded, become grad_query
+//     at the end:      sums to which this block was the last to add, scaled and rounded, become grad_query (`Slot`)
 //
 // S^T and dP^T have keys as rows, so that P^T and dS^T are already where a product takes its left operand in registers
 // (Shah et al., FlashAttention-3, 2024, describe the method). Query tiles are visited from the last to the first that
 // sees the keys: blocks of a head are at the same tile at the same time, which serves L2, and in a fixed order, which
-// serves DETERMINISTIC: there, a block adds to a tile once those of all earlier keys have. Blocks then take their
-// numbers from a counter, so that the one waited for has always begun.
+// serves DETERMINISTIC: there, a block adds to a tile once those of all earlier keys have.
 //
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of BLOCK_M rows, DS_STAGES of dS, all in boxes
 // of 64 columns (tma.cuh); BLOCK_M x HEAD_DIM float32 of staging, in the accumulators' own order.
@@ -28,8 +27,8 @@
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
 // tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES, EARLY_SCORES (the next S^T is issued before this part is done),
-// KEYS_IN_REGISTERS, DIRECT_SUMS (grad_query is added from registers, without staging), DELTA_FIRST (dP's accumulators
-// begin with -delta, which saves an addition each), IS_CAUSAL, IS_BF16, DETERMINISTIC.
+// KEYS_IN_REGISTERS, DELTA_FIRST (dP's accumulators begin with -delta, which saves an addition each), IS_CAUSAL,
+// IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -39,7 +38,7 @@ static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128
 
 // Byte addresses in shared memory.
 struct Shared {
-  uint32_t key, value, query, grad_out, grad_scores, staging, statistics, ticket, barriers;
+  uint32_t key, value, query, grad_out, grad_scores, staging, statistics, last, barriers;
   __device__ explicit Shared(uint32_t base)
       : key(base),
         value(key + K_BYTES),
@@ -47,9 +46,9 @@ struct Shared {
         grad_out(query + Q_STAGES * Q_BYTES),
         grad_scores(grad_out + DO_STAGES * DO_BYTES),
         staging(grad_scores + DS_STAGES * DS_BYTES),
-        statistics(staging + (DIRECT_SUMS ? 0 : BLOCK_M * HEAD_DIM * 4)),
-        ticket(statistics + Q_STAGES * STATISTICS_BYTES),
-        barriers(ticket + 16) {}
+        statistics(staging + BLOCK_M * HEAD_DIM * 4),
+        last(statistics + Q_STAGES * STATISTICS_BYTES),
+        barriers(last + 16) {}
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
   __device__ uint32_t k_full() const { return barrier(0); }
   __device__ uint32_t v_full() const { return barrier(1); }
@@ -59,27 +58,33 @@ struct Shared {
   __device__ uint32_t do_empty(int stage) const { return barrier(2 + 2 * Q_STAGES + DO_STAGES + stage); }
   __device__ uint32_t staged(int warpgroup) const { return barrier(2 + 2 * Q_STAGES + 2 * DO_STAGES + warpgroup); }
   __device__ uint32_t sent(int warpgroup) const { return staged(CONSUMERS + warpgroup); }
+  __device__ uint32_t all_sent() const { return staged(2 * CONSUMERS); }
 };
 
 // A storing warp, one for each consumer warpgroup: adds its pieces of grad_query to the sums.
 __device__ __forceinline__ void store_pieces(const Work& work, const BackwardParams& params, const Shared& shared,
                                              int warpgroup) {
   const Piece piece(warpgroup);
-  uint32_t phase = 0;
-  for_each_tile(work, params, [&](int, int, int64_t number) {
+  const Slot slot(work, params);
+  uint32_t phase = 0, last = 0;
+  slot.wait(params);
+  for_each_tile(work, params, [&](int head, int tile) {
+    const int number = slot.number(head, tile, params);
     barrier_wait(shared.staged(warpgroup), phase);
     int* semaphore = params.semaphores + number * CONSUMERS + warpgroup;
     if (DETERMINISTIC) semaphore_wait(semaphore, work.k_tile);
-    reduce_bytes(params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset, shared.staging + 4 * piece.offset,
+    reduce_bytes(params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM) + piece.offset, shared.staging + 4 * piece.offset,
                  piece.groups * 128 * 16);
     store_wait();
     barrier_arrive(shared.sent(warpgroup));
-    if (DETERMINISTIC) {
-      store_wait_written();
-      semaphore_add(semaphore);
-    }
+    const bool ends_chunk = slot.ends_chunk(tile, work, params);
+    if (DETERMINISTIC || ends_chunk) store_wait_written();
+    if (DETERMINISTIC) semaphore_add(semaphore);
+    if (ends_chunk) last |= slot.add(head, tile, CONSUMERS, params);
     phase ^= 1;
   });
+  write_word(shared.last + 4 * warpgroup, last);
+  barrier_arrive(shared.all_sent());
 }
 
 // piece[64, PIECE_COLUMNS] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, PIECE_COLUMNS]
@@ -121,25 +126,6 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     key.multiply(scores, descriptor(shared.query + q.stage * Q_BYTES + part * STEP_M * BOX_ROW_BYTES, 0), false);
     wgmma_commit();
   };
-  // Adds this warpgroup's share of the tile's grad_query from registers.
-  int64_t number = ((int64_t)work.batch * params.num_heads + work.kv_head * group + 1) * params.q_tiles - 1;
-  const auto add_to_sums = [&](const float (&columns)[PIECE_COLUMNS / 2]) {
-    int* semaphore = params.semaphores + number * CONSUMERS + warpgroup;
-    if (DETERMINISTIC) {
-      if (threadIdx.x % 128 == 0) semaphore_wait(semaphore, work.k_tile);
-      named_sync(3 + warpgroup, 128);
-    }
-    float* sums = params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset + threadIdx.x % 128 * 4;
-#pragma unroll
-    for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
-      if (i < piece.groups) reduce_four(sums + i * 128 * 4, columns + 4 * i);
-    if (DETERMINISTIC) {
-      __threadfence();
-      named_sync(3 + warpgroup, 128);
-      if (threadIdx.x % 128 == 0) semaphore_add(semaphore);
-    }
-  };
-
   // One query tile, whose first row is `first_row`. `more`: it is not the last one.
   const auto step = [&](int first_row, auto more) {
     constexpr bool MORE = decltype(more)::value;
@@ -225,10 +211,6 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     d.advance();
     q.advance();
     const auto stage_columns = [&] {
-      if constexpr (DIRECT_SUMS) {
-        add_to_sums(columns);
-        return;
-      }
       barrier_wait(shared.sent(warpgroup), sent_phase);
       sent_phase ^= 1;
       const uint32_t address = shared.staging + 4 * piece.offset + threadIdx.x % 128 * 16;
@@ -267,7 +249,6 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
 #pragma unroll 1
     for (; left > 1; --left) {
       step(first_row, Flag<true>());
-      if (DIRECT_SUMS) number += first_row == end_row ? 2 * params.q_tiles - 1 - work.first_q_tile : -1;
       first_row = first_row == end_row ? last_row : first_row - BLOCK_M;
     }
     step(first_row, Flag<false>());
@@ -282,8 +263,13 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   if (threadIdx.x == 128) {
     store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.value, work.k_tile * BLOCK_N, work.kv_head, work.batch);
     store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.key, work.k_tile * BLOCK_N, work.kv_head, work.batch);
-    store_wait();
   }
+  barrier_wait(shared.all_sent(), 0);
+  uint32_t last = 0;
+#pragma unroll
+  for (int i = 0; i < CONSUMERS; ++i) last |= read_word(shared.last + 4 * i);
+  finish_chunks<CONSUMERS>(last, work, params, warpgroup);
+  if (threadIdx.x == 128) store_wait();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
@@ -300,7 +286,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     prefetch_map(key_map);
     prefetch_map(value_map);
     prefetch_map(grad_out_map);
-    take_ticket(shared.ticket, params);
     barrier_init(shared.k_full(), 1);
     barrier_init(shared.v_full(), 1);
     // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.
@@ -316,17 +301,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
       barrier_init(shared.staged(warpgroup), 4);
       barrier_init(shared.sent(warpgroup), 1);
     }
+    barrier_init(shared.all_sent(), CONSUMERS);
     barrier_init_fence();
   }
   __syncthreads();
-  const Work work = work_at(block_number(shared.ticket, params), params);
+  const Work work = work_at(blockIdx.x, params);
 
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) produce(query_map, key_map, value_map, grad_out_map, work, params, shared);
-    if (!DIRECT_SUMS && threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS)
-      store_pieces(work, params, shared, warp - 1);
+    if (threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) store_pieces(work, params, shared, warp - 1);
   } else {
     registers_claim<CONSUMER_REGISTERS>();
     consume(grad_key_map, grad_value_map, work, params, shared, uniform(threadIdx.x / 128) - 1);

@@ -79,8 +79,7 @@ class BackwardTile:
     block_n: keys of a block, 64 for each consumer warpgroup. block_m: query rows of a step, which is done in parts of
     step_m rows. q_stages, do_stages: tiles of query and grad_out in flight; ds_stages: buffers for dS. early_scores: a
     part's scores are asked for before the part ahead is done. keys_in_registers: so are keys and values of the block.
-    direct_sums: the query's gradient is added to its sums from registers. delta_first: dP's accumulators begin with
-    -delta.
+    delta_first: dP's accumulators begin with -delta.
     """
 
     block_m: int
@@ -91,7 +90,6 @@ class BackwardTile:
     ds_stages: int = 2
     early_scores: bool = True
     keys_in_registers: bool = False
-    direct_sums: bool = False
     delta_first: bool = False
 
     @property

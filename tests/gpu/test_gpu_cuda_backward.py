@@ -41,11 +41,9 @@ def deterministic():
 
 
 @pytest.fixture
-def hopper(plugin, monkeypatch):
+def hopper(plugin):
     """A context manager: the block runs on the forced backend, whose own backward must run (or, False, must not)."""
     from torch_flashbackend import ops
-
-    monkeypatch.setattr(ops, "HOPPER_BACKWARD", True)
 
     @contextlib.contextmanager
     def forced(wanted: bool = True):
@@ -64,7 +62,8 @@ def check_gradients(plugin, hopper, note):
     def run(call, grad_out=None, kernels=KERNELS):
         grad_out = gradient_for(call) if grad_out is None else grad_out
         plugin.disable()
-        stock = stock_results(call, grad_out.contiguous(), kernels)
+        # A copy: PyTorch's kernels fault on addresses that are not aligned.
+        stock = stock_results(call, grad_out.clone(memory_format=torch.contiguous_format), kernels)
         expected = expect(call, grad_out)
         plugin.enable()
         with hopper():
@@ -93,12 +92,17 @@ def test_head_dim(check_gradients, head_dim):
         check_gradients(simple_call(2, 3, 333, 400, head_dim, dtype=dtype, is_causal=is_causal))
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"), [(192, 128), (64, 128), (128, 64), (96, 32), (40, 80), (64, 256), (256, 64), (136, 152)]
-)
-def test_value_head_dim_of_its_own(check_gradients, head_dim, head_dim_v):
+def test_value_head_dim_of_its_own(check_gradients):
     for is_causal in (False, True):
-        check_gradients(simple_call(2, 2, 200, 300, head_dim, head_dim_v=head_dim_v, is_causal=is_causal))
+        check_gradients(simple_call(2, 2, 200, 300, 192, head_dim_v=128, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_heads_that_take_turns_at_the_sums(check_gradients, head_dim):
+    """More heads than sums are kept of at one time (backward.cuh, `Slot`), one of whose blocks have no queries."""
+    for is_causal in (False, True):
+        check_gradients(simple_call(160, 8, 130, 260, head_dim, is_causal=is_causal), kernels=("flash", "math"))
+        check_gradients(simple_call(5, 64, 700, 500, head_dim, is_causal=is_causal), kernels=("flash", "math"))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -171,7 +175,9 @@ def random_hopper_call(seed):
     seqlen_q = length()
     seqlen_k = seqlen_q if rng.random() < 0.4 else length()
     head_dim = rng.choice([64, 64, 128, 128, 256, 8 * rng.randint(1, 32)])
-    head_dim_v = head_dim if rng.random() < 0.8 else rng.choice([64, 128])
+    head_dim_v = head_dim
+    if rng.random() < 0.1:
+        head_dim, head_dim_v = 192, 128
     layouts = [rng.choice(ALIGNED_LAYOUTS) for _ in range(4)]
     sizes = [(kv_heads * group, seqlen_q, head_dim), (kv_heads, seqlen_k, head_dim), (kv_heads, seqlen_k, head_dim_v),
              (kv_heads * group, seqlen_q, head_dim_v)]  # fmt: skip
@@ -383,8 +389,7 @@ def test_peak_memory_is_at_most_that_of_stocks_flash(plugin, hopper):
 
 SANITIZED = """
 import torch, torch.nn.functional as F
-from torch_flashbackend import ops, sdpa_backend
-ops.HOPPER_BACKWARD = True
+from torch_flashbackend import sdpa_backend
 torch.manual_seed(0)
 for deterministic in (False, True):
     torch.use_deterministic_algorithms(deterministic)
