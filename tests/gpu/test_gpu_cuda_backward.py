@@ -322,7 +322,7 @@ def test_cuda_graph_of_forward_and_backward(hopper, note, is_causal, mode):
     call = simple_call(2, 4, 500, head_dim=128, kv_heads=2, is_causal=is_causal)
     grad_out = gradient_for(call)
     leaves = call.leaves()
-    static = [t.clone().requires_grad_() for t in (leaves.query, leaves.key, leaves.value)]
+    static = [t.detach().clone().requires_grad_() for t in (leaves.query, leaves.key, leaves.value)]
 
     def both():
         out = F.scaled_dot_product_attention(*static, is_causal=is_causal, enable_gqa=True)

@@ -108,7 +108,7 @@ def test_tiles_that_nobody_sees_are_not_visited(device):
 
 
 @pytest.mark.cuda_only
-@pytest.mark.usefixtures("_listed")
+@pytest.mark.usefixtures("_listed", "plugin")
 def test_a_captured_graph_lists_the_mask_of_each_replay(device):
     call = simple_call(1, 2, 512, head_dim=64, device=device, attn_mask=pattern("causal", 512, device).contiguous())
     grad_out = gradient_for(call)
