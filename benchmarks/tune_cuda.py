@@ -5,7 +5,7 @@
 First every candidate is compiled, in parallel; then checked against float64 in a process of its own, where one that
 hangs or faults costs that process alone; then those that passed are timed beside cuDNN, PyTorch's flash kernel and the
 Triton kernels, in turn, on random data, medians. Rates count five products, a causal mask halves them. For the best
-candidate of each problem the two kernels are timed one by one as well.
+candidate of each problem the three kernels are timed one by one as well.
 """
 
 from __future__ import annotations
@@ -50,14 +50,13 @@ def candidates(head_dim: int) -> list[BackwardTile]:
     return [
         first,
         dataclasses.replace(first, early_scores=False),
-        dataclasses.replace(first, delta_first=True),
         dataclasses.replace(first, ds_stages=1, q_stages=3, do_stages=3),
     ]
 
 
 def name_of(tile: BackwardTile) -> str:
     """Short: 64x128 q2 do2 ds2, then what is switched on."""
-    flags = [name for name in ("early_scores", "keys_in_registers", "delta_first") if getattr(tile, name)]
+    flags = [name for name in ("early_scores", "keys_in_registers") if getattr(tile, name)]
     stages = f"q{tile.q_stages} do{tile.do_stages} ds{tile.ds_stages}"
     return " ".join([f"{tile.block_m}/{tile.step_m}x{tile.block_n}", stages, *flags])
 
@@ -110,7 +109,7 @@ def with_forward(tensors: list[torch.Tensor], is_causal: bool) -> tuple[Any, ...
 
 
 def launcher(candidate: Candidate, arguments: tuple[Any, ...]) -> Callable[[], None]:
-    """A function that runs the candidate's two kernels."""
+    """A function that runs the candidate's three kernels."""
     scale = arguments[0].size(3) ** -0.5
     plan = backward.Plan(*arguments, candidate.is_causal, scale, candidate.deterministic, candidate.tile)
     return functools.partial(plan, *arguments)

@@ -37,6 +37,7 @@ def cuda(monkeypatch):
 
     monkeypatch.setattr(nvrtc, "compile", compile)
     monkeypatch.setattr(driver, "launch", launch)
+    monkeypatch.setattr(driver, "counters", lambda index, stream: 4096)
     # The workspace: at a known address, its size kept.
     empty = torch.empty
 
@@ -95,8 +96,8 @@ def test_parameters_of_the_launches(cuda, head_dim, deterministic):
     q_tiles, k_tiles = math.ceil(300 / tile.block_m), math.ceil(500 / tile.block_n)
     threads = 512 if head_dim > 128 else 128 * (tile.block_n // 64 + 1)
     grids, blocks = [launch[0] for launch in cuda.launches], [launch[1] for launch in cuda.launches]
-    assert grids == [[q_tiles * 8, 1, 1], [k_tiles * 4, 1, 1]]
-    assert blocks == [[256, 1, 1], [threads, 1, 1]]
+    assert grids == [[q_tiles * 8, 1, 1], [k_tiles * 4, 1, 1], [q_tiles * 8, 1, 1]]
+    assert blocks == [[256, 1, 1], [threads, 1, 1], [128 * tile.block_n // 64, 1, 1]]
     addresses, params = params_of(cuda, 1)
     walked = (query, key, value, grad_out, grad_key, grad_value)
     assert addresses == [tensor.data_ptr() for tensor in walked]
@@ -105,39 +106,27 @@ def test_parameters_of_the_launches(cuda, head_dim, deterministic):
     assert (params.logsumexp_pitch, params.q_tiles, params.k_tiles) == (300, q_tiles, k_tiles)
     assert (params.head_dim, params.head_dim_v, params.num_kv_heads) == (head_dim, head_dim, 2)
     assert params.softmax_scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
-    # Few heads: each has a slot of its own. Statistics, sums, progress and semaphores follow each other to the end.
-    assert (params.slots, params.chunk_tiles_log2, params.chunks) == (4, 2, math.ceil(q_tiles / 4))
+    # Statistics, sums and semaphores follow each other and end with the workspace.
     statistics, sums = 8 * q_tiles * 2 * tile.block_m, 8 * q_tiles * tile.block_m * padded
-    progress = -(-4 * (1 + 2 * params.chunks) // 4) * 4
     assert params.statistics == MEMORY
     assert params.sums == MEMORY + 4 * statistics
-    assert params.progress == params.sums + 4 * sums
-    assert params.semaphores == params.progress + 4 * progress
-    semaphores = 8 * q_tiles * tile.num_warpgroups if deterministic else 0
-    assert cuda.workspace == statistics + sums + progress + semaphores
+    assert params.semaphores == params.sums + 4 * sums
+    assert cuda.workspace == statistics + sums + (8 * q_tiles * tile.num_warpgroups if deterministic else 0)
+    assert params.counters == (4096 if deterministic else None)
     defines = cuda.compiled[-1].defines
     assert (defines["HEAD_DIM"], defines["DETERMINISTIC"]) == (padded, deterministic)
-    # The first kernel has the same parameters as its only argument.
-    (address,) = (ctypes.c_void_p * 1).from_address(cuda.launches[0][3])
-    assert ctypes.string_at(address, 8) == out.data_ptr().to_bytes(8, "little")
+    # The other kernels have the same parameters as their only argument.
+    for launch in (0, 2):
+        (address,) = (ctypes.c_void_p * 1).from_address(cuda.launches[launch][3])
+        assert ctypes.string_at(address, 8) == out.data_ptr().to_bytes(8, "little")
 
 
-def test_no_gradient_of_the_query(cuda):
+def test_no_gradient_of_the_query_no_last_kernel(cuda):
     listed = tensors()
     listed[6] = None
     run(listed)
+    assert len(cuda.launches) == 2
     assert params_of(cuda, 1)[1].grad_query is None
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_workspace_grows_with_the_heads_in_work_and_not_with_all(cuda, is_causal):
-    spaces, block_m = [], tiles.choose_backward(80, 80, is_causal).block_m
-    for batch in (400, 800):
-        run(tensors(batch=batch, seqlen_q=2000), is_causal=is_causal)
-        params = params_of(cuda, -1)[1]
-        assert params.slots < batch * 2
-        spaces.append(cuda.workspace - 4 * batch * params.q_tiles * 2 * block_m)
-    assert spaces[0] == spaces[1]  # but for the statistics
 
 
 def test_calls_without_a_kernel(cuda):
@@ -163,7 +152,6 @@ def test_strides_that_the_copy_engine_cannot_walk():
         ("triton", {}, "triton"),
         ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, "triton"),
         ("cuda", {"dropout_p": 0.5}, "triton"),
-        ("cuda", {"heads": 66}, "triton"),  # of one key head
     ],
 )
 def test_which_backward_runs(monkeypatch, backend, options, ran):
@@ -175,15 +163,14 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
         for grad in grads_and_mode[:3]:
             grad.fill_(3.0)
 
-    hopper = SimpleNamespace(backward=fake, walkable=backward.walkable, aligned=backward.aligned, suits=backward.suits)
+    hopper = SimpleNamespace(backward=fake, suits=backward.suits)
     monkeypatch.setattr(ops, "_hopper_backward", lambda: hopper)
     monkeypatch.setattr(ops, "_kernels", lambda: SimpleNamespace(backward=lambda *_: called.append("triton")))
-    heads = (options.get("heads", 2), 2, 2)
-    query, key, value = (sample(1, heads, 5, 16, seed=i).detach() for i, heads in enumerate(heads))
+    query, key, value = (sample(1, 2, 5, 16, seed=i).detach() for i in range(3))
     grad_out = torch.ones(()).expand_as(query)
     attn_mask, dropout_p = options.get("attn_mask"), options.get("dropout_p", 0.0)
     grads = ops._gradients_cuda(
-        grad_out, query, key, value, attn_mask, query.clone(), torch.zeros(1, heads[0], 5), None, dropout_p, True, 0.25,
+        grad_out, query, key, value, attn_mask, query.clone(), torch.zeros(1, 2, 5), None, dropout_p, True, 0.25,
         (True, False, True, False), backend,
     )  # fmt: skip
     assert called == [ran]

@@ -169,7 +169,7 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
         grad_out = grad_out.contiguous()
     if backend == "cuda" and attn_mask is None and dropout_p == 0.0:
         hopper = _hopper_backward()
-        if not (hopper.walkable(grad_out) and hopper.aligned(grad_out)):
+        if not hopper.suits(grad_out):
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         if hopper.suits(query, key, value, out):
             if not both:

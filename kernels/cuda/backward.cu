@@ -3,7 +3,7 @@
 // With S = query key^T, P = exp2(scale_log2 S - logsumexp), dP = grad_out value^T, delta = rowsum(grad_out out) and
 // dS = P (dP - delta):  grad_value = P^T grad_out,  grad_key = scale dS^T query,  grad_query = scale dS key.
 //
-//   flash_backward_prepare: delta and logsumexp * log2(e) of each query tile, side by side; zeros where sums begin
+//   flash_backward_prepare: delta and logsumexp * log2(e) of each query tile, side by side; zeros for grad_query's sums
 //   flash_backward, for each tile of BLOCK_N keys (one block; a key head's tiles one after the other):
 //     loading warp:    keys and values once; then query and grad_out tiles of BLOCK_M rows, of all query heads of the
 //                      group, each with its statistics, by TMA into rings of Q_STAGES and DO_STAGES buffers
@@ -13,12 +13,13 @@
 //       once all have written dS:  issue its share of grad_query = dS key;  issue the next tile's S^T = key query'^T
 //       its share of grad_query into a staging buffer meanwhile
 //     storing warps:   add the staged grad_query to float32 sums in global memory, by bulk reduction
-//     at the end:      sums to which this block was the last to add, scaled and rounded, become grad_query (`Slot`)
+//   flash_backward_finish: the sums, scaled and rounded, become grad_query
 //
 // S^T and dP^T have keys as rows, so that P^T and dS^T are already where a product takes its left operand in registers
 // (Shah et al., FlashAttention-3, 2024, describe the method). Query tiles are visited from the last to the first that
 // sees the keys: blocks of a head are at the same tile at the same time, which serves L2, and in a fixed order, which
-// serves DETERMINISTIC: there, a block adds to a tile once those of all earlier keys have.
+// serves DETERMINISTIC: there, a block adds to a tile once those of all earlier keys have. Blocks then take their
+// numbers from a counter, so that the one waited for has always begun.
 //
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of BLOCK_M rows, DS_STAGES of dS, all in boxes
 // of 64 columns (tma.cuh); BLOCK_M x HEAD_DIM float32 of staging, in the accumulators' own order.
@@ -27,8 +28,7 @@
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
 // tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES, EARLY_SCORES (the next S^T is issued before this part is done),
-// KEYS_IN_REGISTERS, DELTA_FIRST (dP's accumulators begin with -delta, which saves an addition each), IS_CAUSAL,
-// IS_BF16, DETERMINISTIC.
+// KEYS_IN_REGISTERS, IS_CAUSAL, IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -38,7 +38,7 @@ static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128
 
 // Byte addresses in shared memory.
 struct Shared {
-  uint32_t key, value, query, grad_out, grad_scores, staging, statistics, last, barriers;
+  uint32_t key, value, query, grad_out, grad_scores, staging, statistics, ticket, barriers;
   __device__ explicit Shared(uint32_t base)
       : key(base),
         value(key + K_BYTES),
@@ -47,8 +47,8 @@ struct Shared {
         grad_scores(grad_out + DO_STAGES * DO_BYTES),
         staging(grad_scores + DS_STAGES * DS_BYTES),
         statistics(staging + BLOCK_M * HEAD_DIM * 4),
-        last(statistics + Q_STAGES * STATISTICS_BYTES),
-        barriers(last + 16) {}
+        ticket(statistics + Q_STAGES * STATISTICS_BYTES),
+        barriers(ticket + 16) {}
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
   __device__ uint32_t k_full() const { return barrier(0); }
   __device__ uint32_t v_full() const { return barrier(1); }
@@ -58,33 +58,27 @@ struct Shared {
   __device__ uint32_t do_empty(int stage) const { return barrier(2 + 2 * Q_STAGES + DO_STAGES + stage); }
   __device__ uint32_t staged(int warpgroup) const { return barrier(2 + 2 * Q_STAGES + 2 * DO_STAGES + warpgroup); }
   __device__ uint32_t sent(int warpgroup) const { return staged(CONSUMERS + warpgroup); }
-  __device__ uint32_t all_sent() const { return staged(2 * CONSUMERS); }
 };
 
 // A storing warp, one for each consumer warpgroup: adds its pieces of grad_query to the sums.
 __device__ __forceinline__ void store_pieces(const Work& work, const BackwardParams& params, const Shared& shared,
                                              int warpgroup) {
   const Piece piece(warpgroup);
-  const Slot slot(work, params);
-  uint32_t phase = 0, last = 0;
-  slot.wait(params);
-  for_each_tile(work, params, [&](int head, int tile) {
-    const int number = slot.number(head, tile, params);
+  uint32_t phase = 0;
+  for_each_tile(work, params, [&](int, int, int64_t number) {
     barrier_wait(shared.staged(warpgroup), phase);
     int* semaphore = params.semaphores + number * CONSUMERS + warpgroup;
     if (DETERMINISTIC) semaphore_wait(semaphore, work.k_tile);
-    reduce_bytes(params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM) + piece.offset, shared.staging + 4 * piece.offset,
+    reduce_bytes(params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset, shared.staging + 4 * piece.offset,
                  piece.groups * 128 * 16);
     store_wait();
     barrier_arrive(shared.sent(warpgroup));
-    const bool ends_chunk = slot.ends_chunk(tile, work, params);
-    if (DETERMINISTIC || ends_chunk) store_wait_written();
-    if (DETERMINISTIC) semaphore_add(semaphore);
-    if (ends_chunk) last |= slot.add(head, tile, CONSUMERS, params);
+    if (DETERMINISTIC) {
+      store_wait_written();
+      semaphore_add(semaphore);
+    }
     phase ^= 1;
   });
-  write_word(shared.last + 4 * warpgroup, last);
-  barrier_arrive(shared.all_sent());
 }
 
 // piece[64, PIECE_COLUMNS] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, PIECE_COLUMNS]
@@ -123,7 +117,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   };
   const auto issue_scores = [&](int part) {
     wgmma_fence();
-    key.multiply(scores, descriptor(shared.query + q.stage * Q_BYTES + part * STEP_M * BOX_ROW_BYTES, 0), false);
+    key.multiply(scores, descriptor(shared.query + q.stage * Q_BYTES + part * STEP_M * BOX_ROW_BYTES, 0));
     wgmma_commit();
   };
   // One query tile, whose first row is `first_row`. `more`: it is not the last one.
@@ -144,16 +138,8 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       }
       if (part == 0) barrier_wait(shared.do_full(d.stage), d.phase);
       float grads[STEP_M / 2];
-      if constexpr (DELTA_FIRST) {
-#pragma unroll
-        for (int i = 0; i < STEP_M / 2; i += 2) {
-          const float2 negative = read_pair(statistics + BLOCK_M * 4 + 8 * (i & ~3));
-          grads[i] = negative.x;
-          grads[i + 1] = negative.y;
-        }
-      }
       wgmma_fence();
-      value.multiply(grads, descriptor(grad_out, 0), DELTA_FIRST);
+      value.multiply(grads, descriptor(grad_out, 0));
       wgmma_commit();
       if (!EARLY_SCORES) wgmma_wait<1>();
 
@@ -176,13 +162,11 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
 
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
-        if constexpr (!DELTA_FIRST) {
-          const float2 negative = read_pair(statistics + BLOCK_M * 4 + 8 * i);
-          grads[i] += negative.x;
-          grads[i + 1] += negative.y;
-          grads[i + 2] += negative.x;
-          grads[i + 3] += negative.y;
-        }
+        const float2 negative = read_pair(statistics + BLOCK_M * 4 + 8 * i);
+        grads[i] += negative.x;
+        grads[i + 1] += negative.y;
+        grads[i + 2] += negative.x;
+        grads[i + 3] += negative.y;
 #pragma unroll
         for (int j = i; j < i + 4; ++j) grads[j] *= scores[j];
       }
@@ -263,13 +247,8 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   if (threadIdx.x == 128) {
     store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.value, work.k_tile * BLOCK_N, work.kv_head, work.batch);
     store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.key, work.k_tile * BLOCK_N, work.kv_head, work.batch);
+    store_wait();
   }
-  barrier_wait(shared.all_sent(), 0);
-  uint32_t last = 0;
-#pragma unroll
-  for (int i = 0; i < CONSUMERS; ++i) last |= read_word(shared.last + 4 * i);
-  finish_chunks<CONSUMERS>(last, work, params, warpgroup);
-  if (threadIdx.x == 128) store_wait();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
@@ -286,6 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     prefetch_map(key_map);
     prefetch_map(value_map);
     prefetch_map(grad_out_map);
+    take_ticket(shared.ticket, params);
     barrier_init(shared.k_full(), 1);
     barrier_init(shared.v_full(), 1);
     // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.
@@ -301,11 +281,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
       barrier_init(shared.staged(warpgroup), 4);
       barrier_init(shared.sent(warpgroup), 1);
     }
-    barrier_init(shared.all_sent(), CONSUMERS);
     barrier_init_fence();
   }
   __syncthreads();
-  const Work work = work_at(blockIdx.x, params);
+  const Work work = work_at(block_number(shared.ticket, params), params);
 
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();

@@ -13,15 +13,14 @@ struct BackwardParams {
   const float* logsumexp;  // [batch, num_heads, logsumexp_pitch], natural logarithm
   void* grad_query;        // [batch, num_heads, seqlen_q, head_dim], last stride 1
   float* statistics;       // [batch * num_heads * q_tiles, 2, BLOCK_M]: logsumexp in base 2, -delta
-  float* sums;             // [slots, queries per key * q_tiles, BLOCK_M * HEAD_DIM], in the order of `Piece`
-  int* progress;           // [slots, 1 + queries per key * chunks]: see `Slot`
-  int* semaphores;         // deterministic only: [slots, queries per key * q_tiles, CONSUMERS]
+  float* sums;             // [batch * num_heads * q_tiles, BLOCK_M * HEAD_DIM], in the order of `Piece`
+  int* semaphores;         // deterministic only: [batch * num_heads * q_tiles, CONSUMERS]
+  int* counters;           // deterministic only: blocks begun, blocks done; both zero between launches
   int64_t out_stride_batch, out_stride_head, out_stride_row;  // elements
   int64_t grad_out_stride_batch, grad_out_stride_head, grad_out_stride_row;
   int64_t grad_query_stride_batch, grad_query_stride_head, grad_query_stride_row;
   int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, logsumexp_pitch;
   int q_tiles, k_tiles, heads_per_group;
-  int slots, chunk_tiles_log2, chunks;  // chunks of a query head
   float softmax_scale, softmax_scale_log2;
 };
 
@@ -85,68 +84,32 @@ __device__ __forceinline__ Work work_at(int index, const BackwardParams& params)
   return work;
 }
 
-// Calls `visit(query head within the group, query tile)` for all that a block works on, in order.
-template <class Visit>
-__device__ __forceinline__ void for_each_tile(const Work& work, const BackwardParams& params, const Visit& visit) {
-  int left = params.num_heads / params.num_kv_heads * work.tiles(params);
-  int head = 0, tile = params.q_tiles - 1;
-  // One loop rather than two keeps registers free in warps that have few.
-#pragma unroll 1
-  for (; left > 0; --left) {
-    visit(head, tile);
-    if (--tile < work.first_q_tile) {
-      tile = params.q_tiles - 1;
-      ++head;
-    }
+// Which number a block has: its own, or the next that nobody has taken, so that all lower ones have begun. Thread 0
+// takes it into shared memory; after a barrier, all ask for it.
+__device__ __forceinline__ void take_ticket(uint32_t ticket, const BackwardParams& params) {
+  if (DETERMINISTIC) write_word(ticket, atomicAdd(params.counters, 1));
+}
+__device__ __forceinline__ int block_number(uint32_t ticket, const BackwardParams& params) {
+  if (!DETERMINISTIC) return blockIdx.x;
+  // The last block to get here leaves the counters as it found them: all have taken their numbers.
+  if (threadIdx.x == 0 && atomicAdd(params.counters + 1, 1) == gridDim.x - 1) {
+    params.counters[0] = 0;
+    params.counters[1] = 0;
   }
+  return uniform(read_word(ticket));
 }
 
-// Where a key head's query gradients are summed up. Sums live in a few slots, which the key heads take in turn, so that
-// they stay in L2. A head's query tiles are divided into chunks. The block that was the last to add to a chunk finishes
-// it at its own end: it rounds the sums into grad_query and leaves zeros. In `progress` each slot has the number of
-// chunks ever finished there, which says whether its next head may begin, and for each chunk the additions complete.
-//
-// A block waits for blocks of lower number alone, which the hardware starts first.
-struct Slot {
-  int group, slot, turn;  // query heads of a key head; which slot; heads that had it before
-  __device__ __forceinline__ Slot(const Work& work, const BackwardParams& params) {
-    const int head = work.batch * params.num_kv_heads + work.kv_head;
-    group = params.num_heads / params.num_kv_heads;
-    slot = head % params.slots;
-    turn = head / params.slots;
+// Calls `visit(query head, query tile, the tile's number in the workspace)` for all that a block works on, in order.
+template <class Visit>
+__device__ __forceinline__ void for_each_tile(const Work& work, const BackwardParams& params, const Visit& visit) {
+  const int group = params.num_heads / params.num_kv_heads;
+#pragma unroll 1
+  for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
+    const int64_t first = ((int64_t)work.batch * params.num_heads + head) * params.q_tiles;
+#pragma unroll 1
+    for (int tile = params.q_tiles - 1; tile >= work.first_q_tile; --tile) visit(head, tile, first + tile);
   }
-  // A tile's number within `sums`.
-  __device__ __forceinline__ int number(int head, int tile, const BackwardParams& params) const {
-    return (slot * group + head) * params.q_tiles + tile;
-  }
-  __device__ __forceinline__ int* finished(const BackwardParams& params) const {
-    return params.progress + slot * (1 + group * params.chunks);
-  }
-  __device__ __forceinline__ int* added(int index, const BackwardParams& params) const {
-    return finished(params) + 1 + index;
-  }
-  // By one thread, before its first addition.
-  __device__ __forceinline__ void wait(const BackwardParams& params) const {
-    if (turn > 0 && params.grad_query) semaphore_wait(finished(params), turn * group * params.chunks);
-  }
-  __device__ __forceinline__ bool ends_chunk(int tile, const Work& work, const BackwardParams& params) const {
-    const bool first = tile >> params.chunk_tiles_log2 << params.chunk_tiles_log2 == tile;
-    return params.grad_query && (first || tile == work.first_q_tile);
-  }
-  // By one thread, whose additions to the chunk that ends with `tile` have arrived: the chunk's bit if no more will
-  // come, of `adders` threads in each block.
-  __device__ __forceinline__ uint32_t add(int head, int tile, int adders, const BackwardParams& params) const {
-    // Keeps what is computed from them out of the registers of the loop around, which has few.
-    int slot = this->slot, group = this->group, blocks = params.k_tiles;
-    asm volatile("" : "+r"(slot), "+r"(group), "+r"(blocks), "+r"(head));
-    const int chunk = tile >> params.chunk_tiles_log2;
-    const int end = min((chunk + 1) << params.chunk_tiles_log2, params.q_tiles);
-    if (IS_CAUSAL) blocks = min(blocks, ceil_div(end * BLOCK_M, BLOCK_N));
-    const int index = head * params.chunks + chunk;
-    int* added = params.progress + slot * (1 + group * params.chunks) + 1 + index;
-    return semaphore_count(added) == blocks * adders - 1 ? 1u << index : 0u;
-  }
-};
+}
 
 // The loading warp. Shared: where the kernel keeps its tiles and barriers.
 template <class Shared>
@@ -156,9 +119,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
   Ring<Q_STAGES> q;
   Ring<DO_STAGES> d;
   bool first = true;
-  const int first_head = work.kv_head * (params.num_heads / params.num_kv_heads);
-  for_each_tile(work, params, [&](int head_in_group, int tile) {
-    const int head = first_head + head_in_group;
+  for_each_tile(work, params, [&](int head, int tile, int64_t number) {
     // In the order in which the consumers need them.
     if (first)
       load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key, shared.k_full(), work.k_tile * BLOCK_N, work.kv_head,
@@ -166,8 +127,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
     barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
                                  head, work.batch);
-    const int number = (work.batch * params.num_heads + head) * params.q_tiles + tile;
-    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (2 * BLOCK_M),
+    load_bytes<STATISTICS_BYTES>(params.statistics + number * (2 * BLOCK_M),
                                  shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
     q.advance();
     if (first)
@@ -201,15 +161,15 @@ struct LeftOperand {
       }
     }
   }
-  // result[64 keys, STEP_M queries] (+)= this rows^T, rows [STEP_M, COLUMNS] in a tile of BLOCK_M
-  __device__ __forceinline__ void multiply(float (&result)[STEP_M / 2], uint32_t rows, bool accumulate) const {
+  // result[64 keys, STEP_M queries] = this rows^T, rows [STEP_M, COLUMNS] in a tile of BLOCK_M
+  __device__ __forceinline__ void multiply(float (&result)[STEP_M / 2], uint32_t rows) const {
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; ++k) {
       const uint32_t right = moved(rows, column_group<BLOCK_M>(k));
       if constexpr (KEYS_IN_REGISTERS)
-        Wgmma<STEP_M>::rs_rows(result, words + 4 * k, right, accumulate || k > 0);
+        Wgmma<STEP_M>::rs_rows(result, words + 4 * k, right, k > 0);
       else
-        Wgmma<STEP_M>::ss(result, moved(tile, column_group<BLOCK_N>(k)), right, accumulate || k > 0);
+        Wgmma<STEP_M>::ss(result, moved(tile, column_group<BLOCK_N>(k)), right, k > 0);
     }
   }
 };
@@ -302,69 +262,6 @@ struct Flag {
   static constexpr bool value = VALUE;
 };
 
-// A warpgroup finishes its piece of a tile: its threads hold what they held when they added.
-__device__ __forceinline__ void finish_piece(const Work& work, int head, int tile, int number, const Piece& piece,
-                                             const BackwardParams& params) {
-  const int lane = threadIdx.x % 32;
-  float4* sums = (float4*)(params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM) + piece.offset) + threadIdx.x % 128;
-  const int first_row = tile * BLOCK_M + piece.first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
-  uint8_t* grad_query = (uint8_t*)params.grad_query +
-                        2 * (work.batch * params.grad_query_stride_batch + head * params.grad_query_stride_head);
-#pragma unroll
-  for (int group = 0; group < PIECE_COLUMNS / 8; group += 4) {
-    uint32_t words[2][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (group + i < piece.groups) x = __ldcg(sums + (group + i) * 128);
-      words[0][i] = pack(x.x * params.softmax_scale, x.y * params.softmax_scale);
-      words[1][i] = pack(x.z * params.softmax_scale, x.w * params.softmax_scale);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (group + i < piece.groups) sums[(group + i) * 128] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    // Now lane i of a quad gets all 8 columns of group i.
-    const int column = piece.first_column + 8 * (group + lane % 4);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      quad_transpose(words[half], lane);
-      const int64_t row = first_row + 8 * half;
-      if (row < params.seqlen_q && group + lane % 4 < piece.groups && column < params.head_dim)
-        store_eight(grad_query + 2 * (row * params.grad_query_stride_row + column), words[half]);
-    }
-  }
-}
-
-// Finishes the chunks whose bits are set, by FINISHERS warpgroups, which share the tiles or, where each of them has a
-// piece of every tile, the pieces. All of their threads must come, with `warpgroup` from 0.
-template <int FINISHERS>
-__device__ __forceinline__ void finish_chunks(uint32_t chunks, const Work& work, const BackwardParams& params,
-                                              int warpgroup) {
-  static_assert(CONSUMERS == 1 || CONSUMERS == FINISHERS);
-  const Slot slot(work, params);
-  const Piece piece(CONSUMERS == 1 ? 0 : warpgroup);
-#pragma unroll 1
-  for (; chunks; chunks &= chunks - 1) {
-    const int index = __ffs(chunks) - 1, head = index / params.chunks, chunk = index % params.chunks;
-    const int end = min((chunk + 1) << params.chunk_tiles_log2, params.q_tiles);
-#pragma unroll 1
-    for (int tile = (chunk << params.chunk_tiles_log2) + (CONSUMERS == 1 ? warpgroup : 0); tile < end;
-         tile += CONSUMERS == 1 ? FINISHERS : 1) {
-      const int number = slot.number(head, tile, params);
-      finish_piece(work, work.kv_head * slot.group + head, tile, number, piece, params);
-      if (DETERMINISTIC && threadIdx.x % 128 == 0)
-        params.semaphores[number * CONSUMERS + (CONSUMERS == 1 ? 0 : warpgroup)] = 0;
-    }
-    async_fence();
-    __threadfence();
-    named_sync(1, 128 * FINISHERS);
-    if (warpgroup == 0 && threadIdx.x % 128 == 0) {
-      *slot.added(index, params) = 0;
-      semaphore_add(slot.finished(params));
-    }
-  }
-}
-
 // One block for each query tile of each head. Eight lanes share a row.
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_prepare(
     const __grid_constant__ BackwardParams params) {
@@ -397,13 +294,43 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
       statistics[BLOCK_M + row] = -delta;
     }
   }
-  const int group = params.num_heads / params.num_kv_heads;
-  if (number * PREPARE_THREADS + threadIdx.x < params.slots * (1 + group * params.chunks))
-    params.progress[number * PREPARE_THREADS + threadIdx.x] = 0;
-  if (number >= params.slots * group * params.q_tiles) return;
   float4* sums = (float4*)(params.sums + number * (BLOCK_M * HEAD_DIM));
 #pragma unroll
   for (int i = threadIdx.x; i < BLOCK_M * HEAD_DIM / 4; i += PREPARE_THREADS)
     sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (DETERMINISTIC && threadIdx.x < CONSUMERS) params.semaphores[number * CONSUMERS + threadIdx.x] = 0;
+}
+
+// One block for each query tile of each head; threads hold what they held in the main kernel.
+extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
+    const __grid_constant__ BackwardParams params) {
+  const int64_t number = blockIdx.x;
+  const int q_tile = blockIdx.x % params.q_tiles, head = blockIdx.x / params.q_tiles % params.num_heads;
+  const int batch = blockIdx.x / params.q_tiles / params.num_heads;
+  const Piece piece(threadIdx.x / 128);
+  const int lane = threadIdx.x % 32;
+  const float4* sums = (const float4*)(params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset) + threadIdx.x % 128;
+  const int first_row = q_tile * BLOCK_M + piece.first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
+  uint8_t* grad_query =
+      (uint8_t*)params.grad_query + 2 * (batch * params.grad_query_stride_batch + head * params.grad_query_stride_head);
+#pragma unroll
+  for (int group = 0; group < PIECE_COLUMNS / 8; group += 4) {
+    uint32_t words[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (group + i < piece.groups) x = sums[(group + i) * 128];
+      words[0][i] = pack(x.x * params.softmax_scale, x.y * params.softmax_scale);
+      words[1][i] = pack(x.z * params.softmax_scale, x.w * params.softmax_scale);
+    }
+    // Now lane i of a quad gets all 8 columns of group i.
+    const int column = piece.first_column + 8 * (group + lane % 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      quad_transpose(words[half], lane);
+      const int64_t row = first_row + 8 * half;
+      if (row < params.seqlen_q && group + lane % 4 < piece.groups && column < params.head_dim)
+        store_eight(grad_query + 2 * (row * params.grad_query_stride_row + column), words[half]);
+    }
+  }
 }

@@ -3,8 +3,8 @@
 May import torch, ``nvrtc.py``, ``driver.py`` and this folder. Imported by ``torch_flashbackend.ops`` and the warm-up.
 
 As ``forward.py``: a ``Specialisation``, a ``Plan`` for tensors of these shapes and strides, and the launches, which
-patch pointers in. Two kernels in one binary: one prepares, one computes. The second is ``backward.cu`` or, for a
-head_dim above 128, ``backward_wide.cu``.
+patch pointers in. Three kernels in one binary: they prepare, compute, and finish the query's gradient. The second is
+``backward.cu`` or, for a head_dim above 128, ``backward_wide.cu``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from . import forward, tiles
 from .tiles import BackwardTile
 
 FOLDER = Path(__file__).parent
-PREPARE, MAIN = ENTRIES = ("flash_backward_prepare", "flash_backward")
+PREPARE, MAIN, FINISH = ENTRIES = ("flash_backward_prepare", "flash_backward", "flash_backward_finish")
 MAX_HEAD_DIM = 256
-# Query heads of a key head: a block counts its chunks of them in a word (`Slot` in backward.cuh).
-MAX_GROUP = 32
 
 for _entry in ENTRIES:
     launch_counts.setdefault(_entry, 0)
@@ -35,8 +33,6 @@ _LOG2E = math.log2(math.e)
 _PREPARE_THREADS = 256
 # Queries, their gradients and their float32 sums of the heads in work at one time should fit the L2 cache (50 MB).
 _L2_BYTES = 32 << 20
-# Query tiles that a block rounds at a time, at least; what is left to round when a head is done is spread over blocks.
-_CHUNK_TILES = 4
 _MAX_BLOCKS = 2**31 - 1
 
 
@@ -50,8 +46,8 @@ class BackwardParams(ctypes.Structure):
         ("grad_query", ctypes.c_void_p),
         ("statistics", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
-        ("progress", ctypes.c_void_p),
-        ("semaphores", ctypes.c_void_p),  # of the deterministic kernel
+        ("semaphores", ctypes.c_void_p),  # of the deterministic kernel, as the counters
+        ("counters", ctypes.c_void_p),  # two int32, zero between launches, of nobody else's while this one runs
         ("out_stride_batch", ctypes.c_int64),  # in elements, as all strides
         ("out_stride_head", ctypes.c_int64),
         ("out_stride_row", ctypes.c_int64),
@@ -72,9 +68,6 @@ class BackwardParams(ctypes.Structure):
         ("q_tiles", ctypes.c_int32),  # query tiles of a head
         ("k_tiles", ctypes.c_int32),
         ("heads_per_group", ctypes.c_int32),  # key heads, counted over the batch, whose queries share L2
-        ("slots", ctypes.c_int32),  # key heads whose query gradients are being summed up at one time
-        ("chunk_tiles_log2", ctypes.c_int32),  # query tiles of a chunk, a power of two
-        ("chunks", ctypes.c_int32),  # of a query head
         ("softmax_scale", ctypes.c_float),
         ("softmax_scale_log2", ctypes.c_float),
     ]
@@ -105,7 +98,6 @@ class Specialisation(NamedTuple):
             "DS_STAGES": tile.ds_stages,
             "EARLY_SCORES": int(tile.early_scores),
             "KEYS_IN_REGISTERS": int(tile.keys_in_registers),
-            "DELTA_FIRST": int(tile.delta_first),
             "IS_CAUSAL": int(self.is_causal),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),
@@ -180,8 +172,8 @@ def _refusal(query, key, value, out, logsumexp, grad_out, softmax_scale: float) 
         return refusal
     if query.size(3) > MAX_HEAD_DIM or value.size(3) > MAX_HEAD_DIM:
         return f"the Hopper backward has no head_dim {query.size(3)} with value head_dim {value.size(3)}"
-    if not (suits(query, key, value, out) and walkable(grad_out) and aligned(grad_out)):
-        return "the Hopper backward cannot walk tensors with such strides, or has too many query heads for a key head"
+    if not suits(query, key, value, out, grad_out):
+        return "the copy engine cannot walk tensors with such strides"
     if logsumexp.dtype != torch.float32 or not logsumexp.is_contiguous():
         return "the Hopper backward needs a contiguous float32 logsumexp"
     return ""
@@ -202,7 +194,7 @@ class _Frame:
         self.pointers[6] = ctypes.addressof(self.params)
         start = ctypes.addressof(self.pointers)
         self.main = ctypes.c_void_p(start)
-        # The first kernel's only argument.
+        # The other kernels' only argument.
         self.single = ctypes.c_void_p(start + 6 * ctypes.sizeof(ctypes.c_void_p))
 
 
@@ -220,7 +212,6 @@ class Plan:
         "_functions",
         "_maps",
         "_params",
-        "_progress_at",
         "_semaphores_at",
         "_sums_at",
         "_workspace_floats",
@@ -246,21 +237,10 @@ class Plan:
         all_q_tiles, blocks = q_tiles * batch * heads, k_tiles * batch * kv_heads
         if max(all_q_tiles, blocks) > _MAX_BLOCKS:
             raise KernelUnavailable(f"{max(all_q_tiles, blocks)} tiles are more than 32 bits count")
-        _, num_sms = forward._device(index)
-        group, all_heads = heads // kv_heads, batch * kv_heads
-        head_bytes = group * seqlen_q * (head_dim * 6 + head_dim_v * 2)
-        # Enough for a wave of blocks, however large.
-        heads_per_group = min(max(_L2_BYTES // head_bytes, math.ceil(num_sms / k_tiles)), all_heads)
-        # Twice what a wave works on, so that none waits.
-        slots = min(2 * (heads_per_group if is_causal else math.ceil(num_sms / k_tiles) + 1), all_heads)
-        chunk_tiles_log2 = (max(math.ceil(q_tiles / (MAX_GROUP // group)), _CHUNK_TILES) - 1).bit_length()
-        chunks = math.ceil(q_tiles / 2**chunk_tiles_log2)
-        # One allocation: statistics, sums, progress, semaphores, each at a multiple of 16 bytes.
-        sum_tiles = slots * group * q_tiles
+        # One allocation: sums, statistics, semaphores, each at a multiple of 16 bytes.
         self._sums_at = _round_up(all_q_tiles * 2 * tile.block_m, 4)
-        self._progress_at = self._sums_at + sum_tiles * tile.block_m * spec.head_dim
-        self._semaphores_at = self._progress_at + _round_up(slots * (1 + group * chunks), 4)
-        self._workspace_floats = self._semaphores_at + (sum_tiles * tile.num_warpgroups if deterministic else 0)
+        self._semaphores_at = self._sums_at + all_q_tiles * tile.block_m * spec.head_dim
+        self._workspace_floats = self._semaphores_at + (all_q_tiles * tile.num_warpgroups if deterministic else 0)
         try:
             binary = spec.compile()
             self._functions = [
@@ -279,6 +259,8 @@ class Plan:
             if tensor is not None:
                 for dim, what in enumerate(("batch", "head", "row")):
                     strides[f"{name}_stride_{what}"] = tensor.stride(dim)
+        _, num_sms = forward._device(index)
+        head_bytes = heads // kv_heads * seqlen_q * (head_dim * 6 + head_dim_v * 2)
         self._params = BackwardParams(
             **strides,
             batch=batch,
@@ -291,16 +273,15 @@ class Plan:
             logsumexp_pitch=logsumexp.size(-1),
             q_tiles=q_tiles,
             k_tiles=k_tiles,
-            heads_per_group=heads_per_group,
-            slots=slots,
-            chunk_tiles_log2=chunk_tiles_log2,
-            chunks=chunks,
+            # Enough for a wave of blocks, however large.
+            heads_per_group=min(max(_L2_BYTES // head_bytes, math.ceil(num_sms / k_tiles)), batch * kv_heads),
             softmax_scale=softmax_scale,
             softmax_scale_log2=softmax_scale * _LOG2E,
         )
         self._configs = [
             driver.LaunchConfig((all_q_tiles, 1, 1), (_PREPARE_THREADS, 1, 1), 0, None, None, 0),
             driver.LaunchConfig((blocks, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
+            driver.LaunchConfig((all_q_tiles, 1, 1), (128 * tile.num_warpgroups, 1, 1), 0, None, None, 0),
         ]
         self._frames: list[_Frame] = []
 
@@ -330,11 +311,13 @@ class Plan:
         params.grad_query = None if grad_query is None else grad_query.data_ptr()
         params.statistics = start
         params.sums = start + 4 * self._sums_at
-        params.progress = start + 4 * self._progress_at
         params.semaphores = start + 4 * self._semaphores_at
         stream = driver.current_stream(index)
-        launches = zip(ENTRIES, self._functions, frame.configs, (frame.single, frame.main), strict=True)
-        for entry, function, config, arguments in launches:
+        if self.specialisation.deterministic:
+            params.counters = driver.counters(index, stream)
+        count = 2 if grad_query is None else 3
+        launches = zip(ENTRIES, self._functions, frame.configs, (frame.single, frame.main, frame.single), strict=True)
+        for entry, function, config, arguments in list(launches)[:count]:
             launch_counts[entry] += 1
             try:
                 driver.launch(config, function, arguments, index, stream)
@@ -362,10 +345,9 @@ def walkable(*tensors: torch.Tensor) -> bool:
     return True
 
 
-def suits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> bool:
-    """Can ``backward`` run a call that the forward took? If not, Triton's kernels do."""
-    tensors = query, key, value, out
-    return query.size(1) <= MAX_GROUP * key.size(1) and walkable(*tensors) and aligned(*tensors)
+def suits(*tensors: torch.Tensor) -> bool:
+    """Can ``backward`` read these? If not, Triton's kernels do."""
+    return walkable(*tensors) and aligned(*tensors)
 
 
 _MAX_PLANS = 4096

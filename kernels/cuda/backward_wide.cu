@@ -15,7 +15,7 @@
 // Registers: HEAD_DIM / 2 for a sum, 32 for S or dP, 16 for either rounded, of 208; 32 for a box of grad_query, of 72.
 //
 // Defined by the host (backward.py): as for backward.cu, with BLOCK_M, STEP_M and BLOCK_N 64, KEYS_IN_REGISTERS 0, and
-// without EARLY_SCORES and DELTA_FIRST.
+// without EARLY_SCORES.
 #include "backward.cuh"
 
 static_assert(BLOCK_M == 64 && STEP_M == 64 && BLOCK_N == 64 && CONSUMERS == 1 && SPLIT_ROWS && !KEYS_IN_REGISTERS);
@@ -28,7 +28,7 @@ constexpr int P_BYTES = BLOCK_M * BLOCK_N * 4;
 
 // Byte addresses in shared memory.
 struct Shared {
-  uint32_t key, value, query, grad_out, grad_scores, probabilities, statistics, last, barriers;
+  uint32_t key, value, query, grad_out, grad_scores, probabilities, statistics, ticket, barriers;
   __device__ explicit Shared(uint32_t base)
       : key(base),
         value(key + K_BYTES),
@@ -37,8 +37,8 @@ struct Shared {
         grad_scores(grad_out + DO_STAGES * DO_BYTES),
         probabilities(grad_scores + DS_STAGES * DS_BYTES),
         statistics(probabilities + P_BYTES),
-        last(statistics + Q_STAGES * STATISTICS_BYTES),
-        barriers(last + 16) {}
+        ticket(statistics + Q_STAGES * STATISTICS_BYTES),
+        barriers(ticket + 16) {}
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
   __device__ uint32_t k_full() const { return barrier(0); }
   __device__ uint32_t v_full() const { return barrier(1); }
@@ -83,7 +83,7 @@ __device__ __forceinline__ void consume_scores(const TensorMap& grad_value_map, 
   const auto issue_scores = [&] {
     barrier_wait(shared.q_full(q.stage), q.phase);
     wgmma_fence();
-    key.multiply(scores, descriptor(shared.query + q.stage * Q_BYTES, 0), false);
+    key.multiply(scores, descriptor(shared.query + q.stage * Q_BYTES, 0));
     wgmma_commit();
   };
   const auto step = [&](int first_row, auto more) {
@@ -140,9 +140,8 @@ __device__ __forceinline__ void consume_scores(const TensorMap& grad_value_map, 
   named_sync(2, 128);
   if (threadIdx.x == 128) {
     store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.value, work.k_tile * BLOCK_N, work.kv_head, work.batch);
+    store_wait();
   }
-  finish_chunks<3>(read_word(shared.last), work, params, 0);
-  if (threadIdx.x == 128) store_wait();
 }
 
 // The warpgroup of dP, dS and grad_key.
@@ -160,7 +159,7 @@ __device__ __forceinline__ void consume_gradients(const TensorMap& grad_key_map,
   const auto issue_grads = [&] {
     barrier_wait(shared.do_full(d.stage), d.phase);
     wgmma_fence();
-    value.multiply(grads, descriptor(shared.grad_out + d.stage * DO_BYTES, 0), false);
+    value.multiply(grads, descriptor(shared.grad_out + d.stage * DO_BYTES, 0));
     wgmma_commit();
   };
   const auto step = [&](auto more) {
@@ -219,9 +218,8 @@ __device__ __forceinline__ void consume_gradients(const TensorMap& grad_key_map,
   named_sync(3, 128);
   if (threadIdx.x == 256) {
     store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.key, work.k_tile * BLOCK_N, work.kv_head, work.batch);
+    store_wait();
   }
-  finish_chunks<3>(read_word(shared.last), work, params, 1);
-  if (threadIdx.x == 256) store_wait();
 }
 
 // COLUMNS of a tile of grad_query from `first_column` on, added to its sums. Products are as wide as a box, whose
@@ -245,14 +243,9 @@ __device__ __forceinline__ void add_columns(float* sums, uint32_t grad_scores, u
 // The warpgroup of grad_query.
 __device__ __forceinline__ void consume_queries(const Work& work, const BackwardParams& params, const Shared& shared) {
   Ring<DS_STAGES> s;
-  const Slot slot(work, params);
-  uint32_t last = 0;  // of thread 384 alone
   if (work.tiles(params) > 0) barrier_wait(shared.k_full(), 0);
-  if (threadIdx.x == 384) slot.wait(params);
-  named_sync(4, 128);
-  for_each_tile(work, params, [&](int head, int tile) {
-    const int number = slot.number(head, tile, params);
-    float* sums = params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM);
+  for_each_tile(work, params, [&](int, int, int64_t number) {
+    float* sums = params.sums + number * (BLOCK_M * HEAD_DIM);
     const uint32_t grad_scores = descriptor(shared.grad_scores + s.stage * DS_BYTES, 0);
     barrier_wait(shared.ds_full(s.stage), s.phase);
     if (DETERMINISTIC) {
@@ -266,19 +259,13 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
     if constexpr (REST > 0) add_columns<REST>(sums, grad_scores, shared.key, HEAD_DIM - REST);
     release(shared.ds_empty(s.stage));
     s.advance();
-    const bool ends_chunk = slot.ends_chunk(tile, work, params);
-    if (DETERMINISTIC || ends_chunk) {
+    if (DETERMINISTIC) {
       __threadfence();
       named_sync(4, 128);
-      if (threadIdx.x == 384) {
-        if (DETERMINISTIC) semaphore_add(params.semaphores + number);
-        if (ends_chunk) last |= slot.add(head, tile, 1, params);
-      }
+      if (threadIdx.x == 384) semaphore_add(params.semaphores + number);
     }
   });
-  if (threadIdx.x == 384) write_word(shared.last, last);
   named_sync(1, 384);
-  finish_chunks<3>(read_word(shared.last), work, params, 2);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
@@ -295,6 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     prefetch_map(key_map);
     prefetch_map(value_map);
     prefetch_map(grad_out_map);
+    take_ticket(shared.ticket, params);
     barrier_init(shared.k_full(), 1);
     barrier_init(shared.v_full(), 1);
     barrier_init(shared.p_full(), 4);
@@ -315,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     barrier_init_fence();
   }
   __syncthreads();
-  const Work work = work_at(blockIdx.x, params);
+  const Work work = work_at(block_number(shared.ticket, params), params);
   const int tiles = work.tiles(params) * (params.num_heads / params.num_kv_heads);
 
   const int warpgroup = uniform(threadIdx.x / 128);

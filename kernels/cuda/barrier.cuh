@@ -58,29 +58,16 @@ __device__ __forceinline__ void named_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
-// Orders this thread's accesses to memory and those of the copy engine.
-__device__ __forceinline__ void async_fence() {
-  asm volatile("fence.proxy.async;" ::: "memory");
-}
-
 // Semaphores in global memory, by one thread: waits until it has reached `count`; adds one once all that this thread
 // has written, bulk reductions that it has waited for included, is visible to others.
 __device__ __forceinline__ void semaphore_wait(const int* semaphore, int count) {
   int found;
   do {
     asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(found) : "l"(semaphore) : "memory");
-  } while (found < count);
-  async_fence();
+  } while (found != count);
+  asm volatile("fence.proxy.async;" ::: "memory");
 }
 __device__ __forceinline__ void semaphore_add(int* semaphore) {
-  async_fence();
+  asm volatile("fence.proxy.async;" ::: "memory");
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
-}
-// The same, and what it was; if others' additions were before, what they had written is visible.
-__device__ __forceinline__ int semaphore_count(int* semaphore) {
-  int before;
-  async_fence();
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(semaphore) : "memory");
-  async_fence();
-  return before;
 }

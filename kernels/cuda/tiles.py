@@ -79,7 +79,6 @@ class BackwardTile:
     block_n: keys of a block, 64 for each consumer warpgroup. block_m: query rows of a step, which is done in parts of
     step_m rows. q_stages, do_stages: tiles of query and grad_out in flight; ds_stages: buffers for dS. early_scores: a
     part's scores are asked for before the part ahead is done. keys_in_registers: so are keys and values of the block.
-    delta_first: dP's accumulators begin with -delta.
     """
 
     block_m: int
@@ -90,7 +89,6 @@ class BackwardTile:
     ds_stages: int = 2
     early_scores: bool = True
     keys_in_registers: bool = False
-    delta_first: bool = False
 
     @property
     def num_warpgroups(self) -> int:

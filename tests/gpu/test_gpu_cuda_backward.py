@@ -98,8 +98,8 @@ def test_value_head_dim_of_its_own(check_gradients):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_heads_that_take_turns_at_the_sums(check_gradients, head_dim):
-    """More heads than sums are kept of at one time (backward.cuh, `Slot`), one of whose blocks have no queries."""
+def test_many_heads(check_gradients, head_dim):
+    """Many heads; with the first shape, some blocks of keys that no query sees."""
     for is_causal in (False, True):
         check_gradients(simple_call(160, 8, 130, 260, head_dim, is_causal=is_causal), kernels=("flash", "math"))
         check_gradients(simple_call(5, 64, 700, 500, head_dim, is_causal=is_causal), kernels=("flash", "math"))
