@@ -100,7 +100,6 @@ def test_parameters_of_a_launch(cuda):
     assert params.q_tiles == math.ceil(300 / tile.block_m)
     assert params.num_tiles == params.q_tiles * 8
     assert params.heads_per_group == 8
-    assert params.softmax_scale == 0.25
     assert params.softmax_scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
     assert list(cuda.config.grid) == [min(NUM_SMS, params.num_tiles), 1, 1]
     assert list(cuda.config.block) == [tile.block_m * 2 + 128, 1, 1]

@@ -57,7 +57,6 @@ class ForwardParams(ctypes.Structure):
         ("num_tiles", ctypes.c_int32),
         ("q_tiles", ctypes.c_int32),  # query tiles of a head
         ("heads_per_group", ctypes.c_int32),  # query heads, counted over the batch, whose keys and values share L2
-        ("softmax_scale", ctypes.c_float),
         ("softmax_scale_log2", ctypes.c_float),
     ]
 
@@ -235,7 +234,6 @@ class Plan:
             q_tiles=q_tiles,
             heads_per_group=_heads_per_group(batch * heads, heads // kv_heads, seqlen_k, head_dim + head_dim_v),
             softmax_scale_log2=softmax_scale * _LOG2E,
-            softmax_scale=softmax_scale,
         )
         self._config = driver.LaunchConfig(
             (min(num_sms, num_tiles), 1, 1), (tile.num_threads, 1, 1), spec.shared_bytes, None, None, 0
