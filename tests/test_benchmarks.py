@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import cases, harness, make_policy, overhead, report, special  # noqa: E402
+from benchmarks import cases, harness, make_policy, overhead, report, special, training  # noqa: E402
 
 from common import (  # noqa: E402
     TOLERANCE_FACTOR,
@@ -365,6 +367,41 @@ def test_results_of_some_cases_do_not_take_the_place_of_all():
     assert name() == "nvidia_h200_special.json"
     assert name("--only", "dropout,mask_sizes") == "nvidia_h200_special_dropout_mask_sizes.json"
     assert name("--only", "gqa", "--out", "there.json") == "there.json"
+
+
+def test_training_with_and_without_the_plugin_at_tiny_sizes(tmp_path):
+    """Eager and compiled, a process for each side. On a CPU the plugin leaves every call to PyTorch."""
+    path = tmp_path / "results" / "cpu_training.json"
+    assert training.main(["--device", "cpu", "--smoke", "--rounds", "2", "--steps", "1", "--out", str(path)]) == 0
+    data = json.loads(path.read_text())
+    assert data["complete"] and data["kind"] == "training" and "worker" not in data["arguments"]
+    eager, attention, compiled = data["rows"]
+    for row, mode in ((eager, "eager"), (compiled, "compile")):
+        assert row["mode"] == mode and row["losses_agree"] and row["kernels"] == {}
+        assert row["worst_loss_difference"] < 1e-3 and row["worst_norm_difference"] < 1e-3
+        assert set(row["tokens_per_second"]) == {"stock", "plugin"} and len(row["turns"]["plugin"]) == 2
+    assert attention["scores_bytes"] == 4 * 48 * 48 * 4
+    assert report.section(path.parent).count("| Llama, 2 layers, width 64, 4/2 heads, S = 32, ") == 2
+
+
+def test_training_that_differs_is_seen():
+    assert training._worst_difference([2.0, 4.0], [2.0, 4.2]) == pytest.approx(0.05)
+    assert training._worst_difference([2.0], [math.nan]) > 1.0
+    ends = {name: {"losses": [10.0], "norms": [norm], "peak_memory_bytes": 1, "kernels": {}}
+            for name, norm in (("stock", 1.0), ("plugin", 1.1))}  # fmt: skip
+    arguments = SimpleNamespace(smoke=True)
+    begun, rates = {"model": "own", "parameters": 1}, {"stock": [1.0, 3.0, 2.0], "plugin": [4.0]}
+    row = training._training_row("eager", arguments, begun, rates, ends)
+    assert not row["losses_agree"] and row["tokens_per_second"] == {"stock": 2.0, "plugin": 4.0}
+
+
+def test_a_training_process_that_dies_ends_with_an_error(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(training.sys, "executable", "/bin/false")
+    path = tmp_path / "training.json"
+    assert training.main(["--device", "cpu", "--smoke", "--only", "eager", "--out", str(path)]) == 1
+    assert "ended with 1" in capsys.readouterr().out
+    data = json.loads(path.read_text())
+    assert not data["complete"] and data["not_measured"] == ["eager"]
 
 
 @pytest.mark.parametrize("group", ["dropout", "float32", "mask_sizes", "decode"])
