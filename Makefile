@@ -29,6 +29,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+TRAINING_ARGS ?=
 
 SOURCES := torch_flashbackend kernels tests examples benchmarks
 
@@ -114,6 +115,7 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.attention $(BENCH_ARGS)
 	$(PY) -m benchmarks.special $(BENCH_ARGS)
 	$(PY) -m benchmarks.overhead $(BENCH_ARGS)
+	$(PY) -m benchmarks.training $(TRAINING_ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-torch-* build dist demo_out .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

@@ -153,6 +153,7 @@ def test_strides_that_the_copy_engine_cannot_walk():
         (True, "triton", {}, "triton"),
         (True, "cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, "triton"),
         (True, "cuda", {"dropout_p": 0.5}, "triton"),
+        (True, "cuda", {"max_rows": 4}, "triton"),
     ],
 )
 def test_which_backward_runs(monkeypatch, flag, backend, options, ran):
@@ -164,7 +165,10 @@ def test_which_backward_runs(monkeypatch, flag, backend, options, ran):
         for grad in grads_and_mode[:3]:
             grad.fill_(3.0)
 
-    hopper = SimpleNamespace(backward=fake, walkable=backward.walkable, aligned=backward.aligned)
+    hopper = SimpleNamespace(
+        backward=fake, walkable=backward.walkable, aligned=backward.aligned, sums_fit=backward.sums_fit
+    )
+    monkeypatch.setattr(backward, "MAX_SUM_ROWS", options.get("max_rows", 5))
     monkeypatch.setattr(ops, "HOPPER_BACKWARD", flag)
     monkeypatch.setattr(ops, "_hopper_backward", lambda: hopper)
     monkeypatch.setattr(ops, "_kernels", lambda: SimpleNamespace(backward=lambda *_: called.append("triton")))

@@ -176,7 +176,7 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
         if not (hopper.walkable(grad_out) and hopper.aligned(grad_out)):
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         tensors = query, key, value, out
-        if hopper.walkable(*tensors) and hopper.aligned(*tensors):
+        if hopper.sums_fit(query, key) and hopper.walkable(*tensors) and hopper.aligned(*tensors):
             if not both:
                 grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
             hopper.backward(
