@@ -5,6 +5,7 @@
 #   make lint / format     check files with ruff / let ruff rewrite them
 #   make typecheck         mypy on the plugin
 #   make gpu-test          the GPU tests alone
+#   make test-torch-2.11   the CPU tests and the interpreter's on another PyTorch (2.11 to 2.14), in a .venv of its own
 #   make bench             the benchmarks; results go to benchmarks/results
 #   make clean             remove what the targets above made
 #
@@ -28,6 +29,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+TRAINING_ARGS ?=
 
 SOURCES := torch_flashbackend kernels tests examples benchmarks
 
@@ -89,6 +91,10 @@ test-interpreter: $(STAMP)
 test-extended: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m extended tests --ignore=tests/gpu --ignore=tests/interpreter $(PYTEST_ARGS)
 
+# The latest release of that number, from whatever index pip has: CPU builds where PIP_EXTRA_INDEX_URL names theirs.
+test-torch-%:
+	$(MAKE) test-cpu test-interpreter VENV=$(VENV)-torch-$* TORCH='torch==$*.*'
+
 gpu-test: $(STAMP)
 	$(PY) -m pytest tests/gpu $(PYTEST_ARGS)
 
@@ -109,7 +115,8 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.attention $(BENCH_ARGS)
 	$(PY) -m benchmarks.special $(BENCH_ARGS)
 	$(PY) -m benchmarks.overhead $(BENCH_ARGS)
+	$(PY) -m benchmarks.training $(TRAINING_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist demo_out .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VENV)-torch-* build dist demo_out .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -373,7 +373,10 @@ def parser(description: str, budget_s: int) -> argparse.ArgumentParser:
 
 
 def results_path(arguments: argparse.Namespace, facts: dict[str, Any], kind: str) -> Path:
-    return arguments.out or RESULTS_DIRECTORY / f"{slug(facts['gpu'])}_{kind}.json"
+    """Where results go. Some of the cases get a file of their own: they must not take the place of all of them."""
+    parts = [slug(facts["gpu"]), kind, slug(arguments.only)]
+    parts += ["inference"] if getattr(arguments, "forward_only", False) else []
+    return arguments.out or RESULTS_DIRECTORY / f"{'_'.join(part for part in parts if part)}.json"
 
 
 def precompile(module: str, workers: int, budget_s: float, extra: list[str]) -> None:

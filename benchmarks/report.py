@@ -25,7 +25,7 @@ NOTHING = (
     "No results file is committed yet. `make bench` on a GPU writes one, "
     "`benchmarks/report.py` fills this section from it."
 )
-KINDS = ("attention", "special", "overhead")
+KINDS = ("attention", "special", "overhead", "training")
 PASSES = ("forward", "backward")
 PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms")
 # What the groups of special.py are called in the table.
@@ -113,6 +113,8 @@ def _gpu_parts(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> l
         parts += _overhead(kinds["overhead"]["rows"])
         left_out = kinds["overhead"].get("not_measured") or []
         parts += [f"Not measured in this run: {', '.join(left_out)}."] if left_out else []
+    if "training" in kinds:
+        parts += _training(kinds["training"]["rows"])
     return parts
 
 
@@ -241,6 +243,34 @@ def _overhead(rows: list[dict[str, Any]]) -> list[str]:
         body.append([row["label"], *cells])
     head = ["call", *("plugin off" if n == "off" else f"`{n}`" if "(" in n else f"plugin on, {n}" for n in names)]
     return ["CPU microseconds per eager call on small tensors (*: our kernels ran).", _table(head, body)]
+
+
+def _training(rows: list[dict[str, Any]]) -> list[str]:
+    """Steps of whole models, and the memory of attention alone over a sequence too long for a matrix of scores."""
+    body = []
+    for row in rows:
+        if "tokens_per_second" in row:
+            speed, peak = row["tokens_per_second"], row["peak_memory_bytes"]
+            cells = [f"{speed['stock']:,.0f}", f"{speed['plugin']:,.0f}", f"{speed['plugin'] / speed['stock']:.2f}"]
+            body.append([row["label"], *cells, *(f"{peak[name] / 2**30:.1f}" for name in ("stock", "plugin"))])
+    head = [
+        "training",
+        "tokens per second, PyTorch",
+        "with the plugin",
+        "ratio",
+        "peak GiB, PyTorch",
+        "with the plugin",
+    ]
+    lines = ["The same training with and without the plugin, weights random, losses compared.", _table(head, body)]
+    for row in rows:
+        if "scores_bytes" in row:
+            peak = {name: f"{value / 2**30:.1f} GiB" for name, value in row["peak_memory_bytes"].items()}
+            lines.append(
+                f"Peak memory beside the inputs, {row['label']}: {peak['plugin']} with the plugin, {peak['stock']} "
+                "with PyTorch's default; one matrix of scores, as the math path keeps, is "
+                f"{row['scores_bytes'] / 2**30:,.0f} GiB."
+            )
+    return lines if body else lines[2:]
 
 
 def _table(head: list[str], body: list[list[str]]) -> str:

@@ -1,7 +1,7 @@
 """Masks, biases and their gradients, GQA, other head dims, dropout, float32, short sequences, decoding: ours and stock.
 
     python -m benchmarks.special                      # about 5 minutes on an H200, writes benchmarks/results/
-    python -m benchmarks.special --only mask,gqa
+    python -m benchmarks.special --only mask,gqa      # a file of its own, <gpu>_special_mask_gqa.json
     python -m benchmarks.special --device cpu --smoke --out /tmp/special.json
 
 TFLOP/s count the whole square of a masked call, so that skipping masked tiles may exceed the machine's ceiling. Decode

@@ -1,6 +1,7 @@
 """The demo: train one small GPT twice from the same seed, with PyTorch's attention and then with ours, and compare.
 
     make demo                       # or: python examples/demo.py --steps 100 --out somewhere
+    make demo DEMO_ARGS="--json benchmarks/results/nvidia_h200_demo.json"      # for the README's tables
 
 The training script (train_gpt.py) is ordinary PyTorch and is the same file both times; the second run differs in one
 environment variable, TORCH_FLASHBACKEND=1. Exits 1 if the losses do not agree, 2 if a run fails.
@@ -120,6 +121,28 @@ def cost_table(stock: dict, ours: dict, comparable: bool) -> Table:
     return table
 
 
+def write_results(path: Path, settings: argparse.Namespace, runs: dict[str, dict], rows: list[dict]) -> None:
+    """The outcome in the form of the benchmarks' results files, which benchmarks/report.py reads: kind "training"."""
+    sys.path.insert(0, str(EXAMPLES.parent))
+    from benchmarks import harness
+
+    ends = {name: run["records"][-1] for name, run in zip(("stock", "plugin"), runs.values())}
+    size = f"{settings.layers} layers, width {settings.width}, {settings.batch} x {settings.seqlen} tokens"
+    row = {
+        "label": f"GPT with document masks, {size}" + (", compiled" if settings.compile else ""),
+        "tokens_per_second": {name: end["tokens_per_second"] for name, end in ends.items()},
+        "peak_memory_bytes": {name: end["peak_memory_bytes"] for name, end in ends.items()},
+        "loss": {"stock": rows[-1]["stock"], "plugin": rows[-1]["ours"]},
+        "losses_agree": all(row["ok"] for row in rows),
+        "losses": rows,
+        "kernels": (runs["flashbackend"]["stats"] or {}).get("launches", {}),
+    }
+    arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(settings).items()}
+    results = harness.Results(path, "training", harness.environment(settings.device), arguments)
+    results.add(row)
+    results.finish()
+
+
 def save_plot(runs: dict[str, dict], path: Path) -> None:
     """Both loss curves as a PNG."""
     import matplotlib
@@ -185,6 +208,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__.splitlines()[0], epilog="Other arguments go to train_gpt.py: --seqlen, --batch, --width"
     )
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for logs and the plot")
+    parser.add_argument("--json", type=Path, help="write the outcome there too, as the benchmarks write theirs")
     parser.add_argument("--skip-interpreter", action="store_true", help="on a CPU, leave the kernel check out")
     arguments, training = parser.parse_known_args(argv)
 
@@ -237,6 +261,8 @@ def main(argv: list[str] | None = None) -> int:
         name: {**run["records"][-1], "stats": run["stats"]} for name, run in runs.items()
     }
     (arguments.out / "demo.json").write_text(json.dumps(summary, indent=2) + "\n")
+    if arguments.json:
+        write_results(arguments.json, settings, runs, rows)
     console.print(f"\nLoss curves: {plot.resolve()}", soft_wrap=True)
     return 0 if agree and right else 1
 

@@ -152,6 +152,7 @@ def test_strides_that_the_copy_engine_cannot_walk():
         ("triton", {}, "triton"),
         ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, "triton"),
         ("cuda", {"dropout_p": 0.5}, "triton"),
+        ("cuda", {"max_rows": 4}, "triton"),
     ],
 )
 def test_which_backward_runs(monkeypatch, backend, options, ran):
@@ -163,7 +164,8 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
         for grad in grads_and_mode[:3]:
             grad.fill_(3.0)
 
-    hopper = SimpleNamespace(backward=fake, suits=backward.suits)
+    hopper = SimpleNamespace(backward=fake, suits=backward.suits, sums_fit=backward.sums_fit)
+    monkeypatch.setattr(backward, "MAX_SUM_ROWS", options.get("max_rows", 5))
     monkeypatch.setattr(ops, "_hopper_backward", lambda: hopper)
     monkeypatch.setattr(ops, "_kernels", lambda: SimpleNamespace(backward=lambda *_: called.append("triton")))
     query, key, value = (sample(1, 2, 5, 16, seed=i).detach() for i in range(3))

@@ -11,9 +11,10 @@ import pytest
 import torch
 from test_nvrtc import FakeDriver, install_fake_driver
 
-from torch_flashbackend import driver, nvrtc
+from torch_flashbackend import driver, nvrtc, routing
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import forward, tiles
+from torch_flashbackend.kernels.triton import attention
 
 NUM_SMS = 10
 
@@ -99,7 +100,6 @@ def test_parameters_of_a_launch(cuda):
     assert params.q_tiles == math.ceil(300 / tile.block_m)
     assert params.num_tiles == params.q_tiles * 8
     assert params.heads_per_group == 8
-    assert params.softmax_scale == 0.25
     assert params.softmax_scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
     assert list(cuda.config.grid) == [min(NUM_SMS, params.num_tiles), 1, 1]
     assert list(cuda.config.block) == [tile.block_m * 2 + 128, 1, 1]
@@ -199,6 +199,14 @@ def test_tiles_fit_the_multiprocessor(head_dim, is_causal):
 def test_heads_whose_tiles_stand_in_one_list(cuda, seqlen_k, expected):
     call(batch=10, heads=8, kv_heads=4, seqlen_k=seqlen_k, head_dim=128)
     assert launched(cuda)[1].heads_per_group == expected
+
+
+def test_more_keys_than_add_up_accurately_are_refused(cuda):
+    """As in routing, which does not know the length where a compiled graph keeps it open."""
+    assert forward.MAX_SEQLEN_K == routing.HOPPER_MAX_SEQLEN_K == 4 * attention.SUM_ROWS
+    call(heads=1, kv_heads=1, seqlen_q=16, seqlen_k=2**18)
+    with pytest.raises(KernelUnavailable, match="262144 keys at most, not 262145"):
+        call(heads=1, kv_heads=1, seqlen_q=16, seqlen_k=2**18 + 1)
 
 
 def test_what_fails_once_is_not_tried_again(cuda, monkeypatch):

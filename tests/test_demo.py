@@ -149,7 +149,9 @@ class TestDemo:
     def test_demo_runs_on_a_cpu_and_says_that_calls_went_to_pytorch(self, tmp_path):
         pytest.importorskip("matplotlib")
         arguments = [*TINY, *SMALL_CORPUS, "--steps", "12", "--log-every", "4", "--warmup", "4"]
-        text = run("demo.py", "--out", str(tmp_path), "--skip-interpreter", *arguments).stdout
+        results = tmp_path / "results" / "cpu_demo.json"
+        arguments += ["--json", str(results), "--skip-interpreter"]
+        text = run("demo.py", "--out", str(tmp_path), *arguments, FLASHBACKEND_COMMIT="abc").stdout
         assert "The losses agree." in text
         assert "This was a CPU" in text
         assert (tmp_path / "loss.png").stat().st_size > 1000
@@ -157,6 +159,15 @@ class TestDemo:
         assert summary["agree"]
         assert summary["stock"]["stats"] is None, "the first run must not have the plugin on"
         assert summary["flashbackend"]["stats"] is not None
+        data = json.loads(results.read_text())
+        assert data["complete"] and data["environment"]["commit"] == "abc" and data["arguments"]["seqlen"] == 32
+        (row,) = data["rows"]
+        assert row["losses_agree"] and row["kernels"] == {} and row["loss"]["stock"] == row["loss"]["plugin"] > 0
+        assert set(row["tokens_per_second"]) == set(row["peak_memory_bytes"]) == {"stock", "plugin"}
+        sys.path.insert(0, str(ROOT))
+        from benchmarks import report
+
+        assert "| GPT with document masks, 1 layers, width 32, 2 x 32 tokens |" in report.section(results.parent)
 
     def test_demo_reports_a_run_that_fails(self, tmp_path):
         failed = run("demo.py", "--out", str(tmp_path), *TINY, "--corpus-bytes", "40", "--steps", "3", expect=2)

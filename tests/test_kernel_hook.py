@@ -9,7 +9,7 @@ import contextlib
 
 import pytest
 import torch
-from hooked import counting, hooked, sample, take_valid
+from hooked import counting, forget_kernels_from_python, hooked, sample, take_valid
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_flashbackend import _torch, decisions, kernel_hook, ops, override, reference, routing
@@ -89,6 +89,7 @@ def stand_ins():
 
     for name in OPS:
         library.impl(name, make(name), "CPU")
+    forget_kernels_from_python(library)
     try:
         yield called
     finally:

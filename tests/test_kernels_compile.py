@@ -223,6 +223,21 @@ def test_sums_over_long_sequences_compile(monkeypatch, kind):
     assert TENSOR_CORES.search(assembly(result))
 
 
+@pytest.mark.usefixtures("_listed")
+@pytest.mark.parametrize("kernel", ["forward", "backward_query"])
+@pytest.mark.parametrize("mask", [None, torch.bool], ids=["no mask", "lists"])
+def test_sums_over_many_keys_compile(kernel, mask):
+    """In parts, through tensor maps, as for any other length."""
+    query = torch.empty(1, 1, 128, 128, dtype=torch.bfloat16)
+    key = torch.empty(1, 1, 2**18 + 128, 128, dtype=torch.bfloat16)
+    attn_mask = None if mask is None else torch.empty(1, 1, 128, key.size(2), dtype=mask)
+    name = f"attention_{kernel}"
+    (result,) = attention.compile_for(TARGETS["sm_90"], query, key, key, attn_mask, only=name).values()
+    check(result, TARGETS["sm_90"])
+    ptx = assembly(result)
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+
+
 @pytest.mark.parametrize("kernel", ["forward", "backward_query", "backward_key_value", "backward_mask"])
 def test_hopper_streams_masks_and_statistics_through_tensor_maps(kernel):
     mask = torch.bool if kernel == "forward" else torch.bfloat16

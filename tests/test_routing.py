@@ -209,6 +209,7 @@ scale: scale nan is not a finite number""",  # noqa: E501
                     problem((2, 16, 4096, 4)),
                     problem((2, 16, 4096, 36)),
                     problem(head_dim_v=64),
+                    problem((1, 1, 16, 128), seqlen_k=2**18 + 1),
                     changed(dense, aligned=False),
                     changed(dense, key_shape=(1, 16, 4096, 128)),
                     changed(dense, query_shape=(2, 1, 4096, 128)),
@@ -236,6 +237,7 @@ head_dim: head_dim 264 with value head_dim 264 is not supported by the cuda back
 head_dim: head_dim 4 with value head_dim 4 is not supported by the cuda backend (equal, 8 to 256; or 192 with 128)
 head_dim multiple: head_dim 36 is no multiple of 8, as the cuda backend needs
 head_dim: head_dim 128 with value head_dim 64 is not supported by the cuda backend (equal, 8 to 256; or 192 with 128)
+seqlen_k: 262145 keys are more than the cuda backend adds up accurately (largest: 262144)
 alignment: the cuda backend needs pointers and strides of query, key and value that are multiples of 16 bytes, and a dense last dimension
 batch and heads: batch and heads of query [2, 16], key [1, 16] and value [2, 16] broadcast, which the cuda backend does not do
 batch and heads: batch and heads of query [2, 1], key [2, 16] and value [2, 16] broadcast, which the cuda backend does not do
@@ -256,6 +258,7 @@ policy: no measurements for NVIDIA H200""",  # noqa: E501
             self.assertTrue(takes(problem((2, 16, 4096, head_dim))))
         self.assertTrue(takes(problem(dtype=torch.float16, training=True, is_causal=True, scale=0.3)))
         self.assertTrue(takes(problem((1, 1, 1, 128), seqlen_k=1000, is_causal=True)))
+        self.assertTrue(takes(problem((1, 1, 16, 128), seqlen_k=2**18)))
         self.assertTrue(takes(problem((2, 16, 64, 192), head_dim_v=128)))
         self.assertTrue(takes(problem(kv_heads=4)))
         self.assertTrue(takes(problem((16, 64, 128))))

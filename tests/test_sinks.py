@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hooked import sample
 from sink_cases import MASKS, judge_sinks, sink_call
 
+from torch_flashbackend import ops, routing
 from torch_flashbackend import sinks as module
+from torch_flashbackend.problem import Problem
 from torch_flashbackend.sinks import attention_with_sinks
 
 
@@ -21,7 +25,7 @@ def tensors(mask, grad=True):
 def by_operator(query, key, value, attn_mask, sinks, is_causal=False):
     """The operators; the kernels for a GPU under them are tested in tests/interpreter."""
     return module._forward_op(
-        query, key, value, attn_mask, sinks, None, 0.0, is_causal, query.shape[-1] ** -0.5, "query"
+        query, key, value, attn_mask, sinks, None, 0.0, is_causal, query.shape[-1] ** -0.5, "query", "triton"
     )[0]
 
 
@@ -96,7 +100,7 @@ def test_dropout_drops_the_same_in_backward_and_follows_the_seed():
         return [out, *torch.autograd.grad(out.square().sum(), [query, key, value, sinks])]
 
     options = (seed, 0.4, False, query.shape[-1] ** -0.5)
-    ours = run(lambda: module._forward_op(query, key, value, None, sinks, *options, "query")[0])
+    ours = run(lambda: module._forward_op(query, key, value, None, sinks, *options, "query", "triton")[0])
     expected = run(lambda: module._reference(query, key, value, None, sinks, *options))
     torch.testing.assert_close(ours, expected)
     outs = []
@@ -107,10 +111,27 @@ def test_dropout_drops_the_same_in_backward_and_follows_the_seed():
     assert not torch.equal(outs[0], attention_with_sinks(query, key, value, sinks, dropout_p=0.4, enable_gqa=True))
 
 
+def test_the_kernels_decided_on_run_forward_and_backward(monkeypatch):
+    """Sinks ask for logsumexp alone, so any backend of ours will do, the Hopper kernels first."""
+    problem = Problem.from_shapes((2, 16, 4096, 128), gpu="NVIDIA H200", training=True)
+    assert routing.decide(problem, module.OURS).backend == "cuda"
+    asked = []
+    for name in ("_attention_forward", "_attention_backward"):
+        run = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *given, run=run: asked.append(given[-1]) or run(*given))
+    query, key, value, _, sinks = tensors("none")
+    decided = SimpleNamespace(decision=routing.Decision("cuda", "asked for", "query"))
+    monkeypatch.setattr(module.decisions, "decide", lambda *_, **__: decided)
+    monkeypatch.setattr(module.decisions, "cache", {})
+    out = by_function(query, key, value, None, sinks)
+    torch.autograd.grad(out.sum(), [query, sinks])
+    assert asked == ["cuda", "cuda"]
+
+
 @pytest.mark.parametrize("mask", ["none", "float"])
 def test_opcheck(mask):
     query, key, value, attn_mask, sinks = tensors(mask)
-    arguments = (query, key, value, attn_mask, sinks, None, 0.0, False, 0.3, "query")
+    arguments = (query, key, value, attn_mask, sinks, None, 0.0, False, 0.3, "query", "triton")
     torch.library.opcheck(module._forward_op, arguments)
 
 

@@ -96,6 +96,42 @@ def test_command_line_says_what_failed(compiled, capsys, monkeypatch):
     assert "head_dim 512" in capsys.readouterr().err
 
 
+def test_one_kernel_that_does_not_compile_leaves_the_report_of_the_others(compiled, capsys, monkeypatch):
+    """Whatever the compiler raises, one line of it beside the kernel's name; the rest is compiled."""
+    succeed = precompile._compile_triton
+
+    def fail_in_some(problem, only):
+        if problem.is_causal and only == precompile.BACKWARD[1]:
+            raise ValueError("ptxas died\nof something long")
+        return succeed(problem, only)
+
+    monkeypatch.setattr(precompile, "_compile_triton", fail_in_some)
+    with pytest.raises(precompile.WarmupError, match="attention_backward_key_value: ptxas died") as caught:
+        torch_flashbackend.warmup([SHAPE, (1, 8, 512, 64)], gpu="NVIDIA H200", backends=["cuda"])
+    assert "long" not in str(caught.value)
+    failures = {one.call: one.failures for one in caught.value.warmed}
+    assert [bool(found) for found in failures.values()] == [False, False, False, True] * 2
+    assert [len(one.kernels) for one in caught.value.warmed] == [1, 3, 1, 2] * 2
+    assert len(compiled) == 8 + 2 * 2 + 2 * 1
+
+    arguments = ["warmup", "--shapes", "2,16,4096,128", "--gpu", "NVIDIA H200", "--backend", "cuda"]
+    assert main(arguments) == 1
+    printed = capsys.readouterr()
+    assert printed.err == "attention_backward_key_value: ptxas died\n"
+    assert len(printed.out.splitlines()) == 4
+    assert "flash_forward, attention_backward_query compiled, 1 failed (" in printed.out.splitlines()[3]
+    assert main([*arguments, "--full"]) == 0
+
+
+def test_a_reason_without_words_is_the_exceptions_name(compiled, monkeypatch):
+    def fail(problem, only):
+        raise NotImplementedError
+
+    monkeypatch.setattr(precompile, "_compile_triton", fail)
+    with pytest.raises(RuntimeError, match=r"^attention_forward: NotImplementedError$"):
+        torch_flashbackend.warmup([SHAPE], gpu="NVIDIA A100", backends=["triton"], causal=[True], training=[False])
+
+
 @pytest.mark.parametrize("name", [precompile.FORWARD, *precompile.BACKWARD])
 def test_triton_kernels_are_those_that_a_call_launches(name):
     pytest.importorskip("triton")

@@ -16,7 +16,7 @@ import torch
 
 from . import __version__, nvrtc, policy, routing
 from .explain import explain_problem, other_implementations, plugin_enabled
-from .precompile import warmup
+from .precompile import WarmupError, warmup
 from .problem import Problem
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -115,13 +115,19 @@ def _warmup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
         )
     except ValueError as error:
         parser.error(str(error))
+    except WarmupError as error:
+        done = error.warmed
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
-    for call, backend, kernels, seconds in done:
+    for call, backend, kernels, seconds, failures in done:
         what = f"{', '.join(kernels)} ({seconds:.1f} s)" if kernels else "nothing to compile"
+        if failures:
+            what = f"{', '.join(kernels) or 'nothing'} compiled, {len(failures)} failed ({seconds:.1f} s)"
         print(f"{call}: {backend}, {what}")
-    return 0
+    for failure in dict.fromkeys(failure for one in done for failure in one.failures):
+        print(failure, file=sys.stderr)
+    return int(any(one.failures for one in done))
 
 
 def _positive(text: str) -> int:

@@ -1,6 +1,6 @@
 """The kernel hook: stock's fused attention kernels, and their backwards, replaced below autograd where ours are faster.
 
-May import `_torch.py` and decisions.py at the top, ops.py when a call is taken. Imported by override.py.
+May import `_torch.py`, decisions.py and reference.py at the top, ops.py when a call is taken. Imported by override.py.
 
 Calls that never pass F.scaled_dot_product_attention's AutogradCUDA kernel arrive here: tensors made in inference mode,
 nested tensors, vmap, context parallel, programs compiled while the plugin was off, and who calls
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _torch, decisions
+from . import _torch, decisions, reference
 
 __all__ = ["BACKWARDS", "FORWARDS", "KernelHook"]
 
@@ -208,7 +208,7 @@ def _forward(
     scale: float | None,
     layout: str,
 ) -> tuple[Tensor, Tensor]:
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = reference.default_scale(query.shape[-1]) if scale is None else scale
     out, logsumexp = torch.ops.flashbackend.attention_forward.default(
         query, key, value, mask, None, 0.0, is_causal, scale, layout, backend
     )
@@ -230,7 +230,7 @@ def _backward(
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients in the memory order of their inputs, as torch.empty_like gives it: what flash and cuDNN promise too."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = reference.default_scale(query.shape[-1]) if scale is None else scale
     logsumexp = logsumexp.contiguous()
     if mask is not None:
         logsumexp = torch.stack((logsumexp, torch.zeros_like(logsumexp)))
@@ -383,7 +383,7 @@ def _efficient(
     if backend is None:
         return None
     if not compute_log_sumexp:
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        scale = reference.default_scale(query.shape[-1]) if scale is None else scale
         out = torch.ops.flashbackend.attention.default(
             query, key, value, attn_bias, None, 0.0, is_causal, scale, "bshd", backend
         )

@@ -171,7 +171,7 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
         hopper = _hopper_backward()
         if not hopper.suits(grad_out):
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
-        if hopper.suits(query, key, value, out):
+        if hopper.sums_fit(query, key) and hopper.suits(query, key, value, out):
             if not both:
                 grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
             hopper.backward(

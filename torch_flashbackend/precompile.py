@@ -1,7 +1,7 @@
 """warmup(): compile ahead of time what a list of calls will need, with or without a GPU in the machine.
 
-May import torch, problem.py, routing.py and, when it compiles, the kernels. Imported by the package's `__init__` and by
-the command line. Binaries go where a call looks for them: the CUDA kernels' to the cache of nvrtc.py
+May import torch, problem.py, routing.py, reference.py and, when it compiles, the kernels. Imported by the package's
+`__init__` and by the command line. Binaries go where a call looks for them: the CUDA kernels' to the cache of nvrtc.py
 (TORCH_FLASHBACKEND_CACHE), Triton's to its own (TRITON_CACHE_DIR). So an image build fills both.
 """
 
@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import policy, routing
+from . import policy, reference, routing
+from .kernels import KernelUnavailable
 from .problem import Problem
 
-__all__ = ["Warmed", "warmup"]
+__all__ = ["Warmed", "WarmupError", "warmup"]
 
 # Where nobody knows the GPU's number of multiprocessors; tiles may depend on it.
 USUAL_SM_COUNT = 132
@@ -30,12 +31,24 @@ BACKWARD = ("attention_backward_query", "attention_backward_key_value")
 
 
 class Warmed(NamedTuple):
-    """What was done for one call. kernels: names of what was compiled, or found compiled; none where stock runs it."""
+    """What was done for one call. kernels: names of what was compiled, or found compiled; none where stock runs it.
+
+    failures: "kernel: reason" for what did not compile, each a line.
+    """
 
     call: str
     backend: str
     kernels: tuple[str, ...]
     seconds: float
+    failures: tuple[str, ...] = ()
+
+
+class WarmupError(KernelUnavailable):
+    """Some kernels did not compile. warmed: what was done for every call, failures among it."""
+
+    def __init__(self, warmed: list[Warmed]) -> None:
+        super().__init__("\n".join(dict.fromkeys(failure for one in warmed for failure in one.failures)))
+        self.warmed = warmed
 
 
 def warmup(
@@ -62,7 +75,7 @@ def warmup(
 
     Tensors are taken to be contiguous; other strides are compiled at their first call where that makes a difference.
     Raises ValueError for a shape, backend or GPU that makes no sense, RuntimeError where no backend of `backends` takes
-    a call, and KernelUnavailable (a RuntimeError) where a kernel does not compile.
+    a call. What does not compile stops nothing else: WarmupError (a RuntimeError) at the end has the whole report.
     """
     jobs: dict[Any, Callable[[], tuple[str, ...]]] = {}
     calls = []
@@ -80,10 +93,15 @@ def warmup(
         jobs.update(found)
         calls.append((problem, backend, [key for key, _ in found]))
     took: dict[Any, tuple[tuple[str, ...], float]] = {}
+    failed: dict[Any, str] = {}
 
     def run(key: Any) -> None:
         start = time.perf_counter()
-        names = jobs[key]()
+        names: tuple[str, ...] = ()
+        try:
+            names = jobs[key]()
+        except Exception as error:  # compilers raise what they like
+            failed[key] = f"{_kernel_of(key)}: {_first_line(error)}"
         took[key] = names, time.perf_counter() - start
 
     # NVRTC runs without the interpreter's lock; Triton's compiler is Python, and gains nothing.
@@ -94,15 +112,30 @@ def warmup(
                 run(key)
         for future in native:
             future.result()
-    return [
+    warmed = [
         Warmed(
             str(problem),
             backend,
             tuple(name for key in keys for name in took[key][0]),
             sum(took[key][1] for key in keys),
+            tuple(failed[key] for key in keys if key in failed),
         )
         for problem, backend, keys in calls
     ]
+    if failed:
+        raise WarmupError(warmed)
+    return warmed
+
+
+def _kernel_of(key: Any) -> str:
+    from .kernels.cuda import forward
+
+    return forward.ENTRY if key[0] == "cuda" else key[-1]
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _jobs(problem: Problem, backend: str) -> Iterable[tuple[Any, Callable[[], tuple[str, ...]]]]:
@@ -137,8 +170,6 @@ def _compile_cuda(specialisation: Any) -> tuple[str, ...]:
 
 
 def _compile_triton(problem: Problem, only: str) -> tuple[str, ...]:
-    from .kernels import KernelUnavailable
-
     try:
         from triton.backends.compiler import GPUTarget
 
@@ -155,7 +186,7 @@ def _compile_triton(problem: Problem, only: str) -> tuple[str, ...]:
         for size in (problem.head_dim, problem.head_dim_v)
     )
     compiled = attention.compile_for(
-        target, query, key, value, is_causal=problem.is_causal, scale=problem.head_dim**-0.5,
+        target, query, key, value, is_causal=problem.is_causal, scale=reference.default_scale(problem.head_dim),
         logsumexp=problem.requires_grad, backward=only != FORWARD, only=only,
     )  # fmt: skip
     return tuple(compiled)

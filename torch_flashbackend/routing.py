@@ -28,6 +28,8 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_HEAD_DIM = 512
+# More keys than the "cuda" backend adds up in one sum, which its matrix units cut off instead of rounding.
+HOPPER_MAX_SEQLEN_K = 2**18
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # Where nobody has chosen: our kernels where they are worth it, else stock. Our math path is for those who ask for it.
 AUTO = ("cuda", "triton", "stock")
@@ -343,6 +345,11 @@ def _hopper_head_dims_ok(problem: Problem) -> bool:
     return guarded(head_dim == head_dim_v) and guarded(head_dim >= 8) and guarded(head_dim <= 256)
 
 
+def _hopper_seqlen_k_ok(problem: Problem) -> bool:
+    """A symbolic length counts as short, without a guard; the kernel refuses what is too long when it runs."""
+    return not isinstance(problem.seqlen_k, int) or problem.seqlen_k <= HOPPER_MAX_SEQLEN_K
+
+
 def _hopper_heads_ok(problem: Problem) -> bool:
     """One batch size, and heads of key and value that agree: anything else is expanded, which no tensor map describes.
 
@@ -436,6 +443,13 @@ CUDA = Backend(
             "head_dim multiple",
             lambda p: guarded(p.head_dim % 8 == 0),
             lambda p: f"head_dim {p.head_dim} is no multiple of 8, as the cuda backend needs",
+        ),
+        Constraint(
+            "seqlen_k",
+            _hopper_seqlen_k_ok,
+            lambda p: (
+                f"{p.seqlen_k} keys are more than the cuda backend adds up accurately (largest: {HOPPER_MAX_SEQLEN_K})"
+            ),
         ),
         Constraint(
             "alignment",

@@ -23,19 +23,19 @@ from . import _torch, decisions, direct
 
 __all__ = ["attention_with_sinks"]
 
-# Stock knows no sinks.
-OURS = ("triton", "math")
+# Stock knows no sinks. Like any call with logsumexp, which is all that they ask of a kernel.
+OURS = direct.WITH_LOGSUMEXP
 
 _COMMON = (
     "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor sinks, Tensor? dropout_seed, float dropout_p, "
-    "bool is_causal, float scale, str layout"
+    "bool is_causal, float scale, str layout, str backend"
 )
 _library = torch.library.Library("flashbackend", "FRAGMENT")
 _library.define(f"sinks_forward({_COMMON}) -> (Tensor, Tensor)")
 _library.define(
     "sinks_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor sinks, "
     "Tensor out, Tensor logsumexp, Tensor? dropout_seed, float dropout_p, bool is_causal, float scale, "
-    "bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bool[4] output_mask, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
     "sdpa_with_sinks(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor sinks, float dropout_p=0.0, "
@@ -97,7 +97,7 @@ def _sdpa_with_sinks(
     if decision.backend == "math":
         return _reference(query, key, value, attn_mask, sinks, seed, dropout_p, is_causal, scale)
     return _forward_op(
-        query, key, value, attn_mask, sinks, seed, dropout_p, is_causal, scale, decision.layout
+        query, key, value, attn_mask, sinks, seed, dropout_p, is_causal, scale, decision.layout, decision.backend
     )[0]  # fmt: skip
 
 
@@ -140,23 +140,24 @@ def _with_sink(logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     return factor, torch.stack((total, rest))
 
 
-def _forward(query, key, value, attn_mask, sinks, dropout_seed, dropout_p, is_causal, scale, layout):
+def _forward(query, key, value, attn_mask, sinks, dropout_seed, dropout_p, is_causal, scale, layout, backend):
     from . import ops
 
     out, logsumexp = ops._attention_forward(
-        query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout
+        query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend
     )
     factor, logsumexp = _with_sink(logsumexp, sinks)
     return out.mul_(factor.unsqueeze(-1)), logsumexp
 
 
 def _backward(grad_out, query, key, value, attn_mask, sinks, out, logsumexp, dropout_seed, dropout_p, is_causal, scale,
-              output_mask):  # fmt: skip
+              output_mask, backend):  # fmt: skip
     from . import ops
 
     grads = ops._attention_backward(
-        grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, output_mask
-    )
+        grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, output_mask,
+        backend,
+    )  # fmt: skip
     whole = logsumexp[0] if logsumexp.dim() == 4 else logsumexp
     row_sums = (grad_out.to(whole.dtype) * out.to(whole.dtype)).sum(-1)
     probability = torch.exp(sinks.to(whole.dtype).view(1, -1, 1) - whole).masked_fill(whole == -math.inf, 0.0)
@@ -164,31 +165,34 @@ def _backward(grad_out, query, key, value, attn_mask, sinks, out, logsumexp, dro
 
 
 @torch.library.register_fake("flashbackend::sinks_forward", lib=_library)
-def _(query, key, value, attn_mask, sinks, dropout_seed, dropout_p, is_causal, scale, layout):
+def _(query, key, value, attn_mask, sinks, dropout_seed, dropout_p, is_causal, scale, layout, backend):
     from . import ops
 
-    return ops._attention_forward(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout)
+    return ops._attention_forward(
+        query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend
+    )
 
 
 @torch.library.register_fake("flashbackend::sinks_backward", lib=_library)
 def _(grad_out, query, key, value, attn_mask, sinks, out, logsumexp, dropout_seed, dropout_p, is_causal, scale,
-      output_mask):  # fmt: skip
+      output_mask, backend):  # fmt: skip
     grads = torch.ops.flashbackend.attention_backward.default(
-        grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, output_mask
-    )
+        grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, output_mask,
+        backend,
+    )  # fmt: skip
     return *grads, torch.empty_like(sinks)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, attn_mask, sinks, dropout_seed, *options, _ = inputs
+    query, key, value, attn_mask, sinks, dropout_seed, dropout_p, is_causal, scale, _, backend = inputs
     ctx.save_for_backward(query, key, value, attn_mask, sinks, *output, dropout_seed)
     ctx.mark_non_differentiable(output[1])
-    ctx.options = options
+    ctx.options = dropout_p, is_causal, scale, backend
 
 
 def _operator_backward(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Any, ...]:
     query, key, value, attn_mask, sinks, out, logsumexp, dropout_seed = ctx.saved_tensors
-    dropout_p, is_causal, scale = ctx.options
+    dropout_p, is_causal, scale, backend = ctx.options
     needed = list(ctx.needs_input_grad[:5])
     if torch.is_grad_enabled():
         # create_graph: as in ops.py, the backward is made of operations that can be differentiated again.
@@ -199,10 +203,10 @@ def _operator_backward(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Any, ...]:
     else:
         results = _backward_op(
             grad_out, query, key, value, attn_mask, sinks, out, logsumexp, dropout_seed, dropout_p, is_causal, scale,
-            needed[:4],
+            needed[:4], backend,
         )  # fmt: skip
         grads = tuple(grad if wanted else None for grad, wanted in zip(results, needed))
-    return *grads, None, None, None, None, None
+    return *grads, None, None, None, None, None, None
 
 
 _library.impl("sdpa_with_sinks", _sdpa_with_sinks, "CompositeImplicitAutograd")

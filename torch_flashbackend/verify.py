@@ -1,8 +1,9 @@
 """Verify mode: on a random share of the calls that we take, compute the answer again in float64 and compare.
 
-May import torch, problem.py, `_torch.py`, and ops.py to be called back after a backward. Imported by the hooks, which
-test `verify.share` (0.0: off) on every call, and by stats.py. Switched on by TORCH_FLASHBACKEND_VERIFY=0.01 (a share of
-the calls, 0 to 1) or `set_verify(0.01)`; the module is that function: `torch_flashbackend.verify(0.01)`.
+May import torch, problem.py, `_torch.py`, reference.py, and ops.py to be called back after a backward. Imported by the
+hooks, which test `verify.share` (0.0: off) on every call, and by stats.py. Switched on by
+TORCH_FLASHBACKEND_VERIFY=0.01 (a share of the calls, 0 to 1) or `set_verify(0.01)`; the module is that function:
+`torch_flashbackend.verify(0.01)`.
 
 A difference is measured against a bound on rounding, element by element: with probabilities p, values v and the
 rounding units e of the products and the result, an output may be off by f·Σ p|v|, where the factor f adds what the
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _torch
+from . import _torch, reference
 from .problem import Problem
 
 __all__ = ["check_backward", "maybe_check", "reset", "results", "set_verify", "share", "verify"]
@@ -208,7 +209,7 @@ def _worst_output(
         slices = sorted(_random.sample(slices, max(1, WORK // per_slice)))
     rows = max(1, MEMORY // (COPIES * 8 * max(seqlen_k, head_dims)))
     together = max(1, min(rows // max(seqlen_q, 1), MEMORY // (8 * max(seqlen_k, 1) * head_dims)))
-    scale = query.size(-1) ** -0.5 if scale is None else scale
+    scale = reference.default_scale(query.size(-1)) if scale is None else scale
     worst = torch.zeros((), dtype=torch.float64, device=query.device)
     for start in range(0, len(slices), together):
         chosen = torch.tensor(slices[start : start + together], device=query.device)
@@ -245,7 +246,7 @@ def _worst_gradient(
     if work > WORK or 6 * seqlen_k * (head_dim + head_dim_v) * 8 > MEMORY:
         return None
     group = heads // key.size(1)
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = reference.default_scale(head_dim) if scale is None else scale
     if attn_mask is not None:
         attn_mask = attn_mask.expand(batch, heads, *attn_mask.shape[-2:])
     rows = max(1, MEMORY // (COPIES * 8 * max(seqlen_k, head_dim + head_dim_v)))

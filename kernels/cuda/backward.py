@@ -25,6 +25,8 @@ from .tiles import BackwardTile
 FOLDER = Path(__file__).parent
 PREPARE, MAIN, FINISH = ENTRIES = ("flash_backward_prepare", "flash_backward", "flash_backward_finish")
 MAX_HEAD_DIM = 256
+# wgmma cuts off what it adds up instead of rounding it; Triton's kernels add up longer sums in parts.
+MAX_SUM_ROWS = forward.MAX_SEQLEN_K
 
 for _entry in ENTRIES:
     launch_counts.setdefault(_entry, 0)
@@ -163,6 +165,11 @@ def specialise(
 
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
+
+
+def sums_fit(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Are there few enough query rows for each key that adding them up in one accumulator is accurate?"""
+    return query.size(2) * (query.size(1) // key.size(1)) <= MAX_SUM_ROWS
 
 
 def _refusal(query, key, value, out, logsumexp, grad_out, softmax_scale: float) -> str:

@@ -32,7 +32,7 @@ struct ForwardParams {
   int64_t out_stride_batch, out_stride_head, out_stride_row;  // elements
   int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim_v;
   int num_tiles, q_tiles, heads_per_group;
-  float softmax_scale, softmax_scale_log2;
+  float softmax_scale_log2;
 };
 
 constexpr int CONSUMERS = BLOCK_M / 64;

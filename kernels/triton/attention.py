@@ -28,6 +28,9 @@ MASK_NONE, MASK_BOOL, MASK_FLOAT = _NONE.value, _BOOL.value, _FLOAT.value
 _LOG2E = math.log2(math.e)
 _MAX_PLANS = 4096
 _MAX_RECENT = 16
+# Tensor cores cut off what they add up instead of rounding it. After as many rows that error is a tenth of bfloat16's
+# rounding, so longer sums are added up in parts; sums of up to four parts stay whole. A multiple of every tile.
+SUM_ROWS = 2**16
 # For measurements (benchmarks/tune_masks.py): mask tiles by tensor maps or by pointers everywhere; one loop over full
 # and mixed tiles in backward_key_value, or two.
 MAP_MASKS = True
@@ -98,6 +101,11 @@ def _device_facts(device: torch.device) -> tuple[str, int, bool]:
 
 def _target_facts(target) -> tuple[str, int, bool]:
     return family(target.backend, target.arch), 132, target.backend == "cuda" and target.arch >= 90
+
+
+def _rows_of_a_sum(rows: int) -> int:
+    """How many of so many keys or queries are added up at a time; 0: all of them."""
+    return SUM_ROWS if rows > 4 * SUM_ROWS else 0
 
 
 def _padded(head_dim: int) -> int:
@@ -285,6 +293,7 @@ class _ForwardPlan:
         scalars = call.sizes | {"scale": ("fp32", kernel_scale)} | call.dropout | call.list_strides(self.mask_tiles)
         names = {"STORE_LOGSUMEXP": logsumexp is not None, "QUERY_FACTOR": factor}
         names["BOUND_KEYS"] = call.seqlen_k % tile.block_n != 0
+        names["SUM_ROWS"] = _rows_of_a_sum(call.seqlen_k)
         programs = math.ceil(call.seqlen_q / tile.block_m) * call.batch * call.heads
         self.attention = call.launch(
             forward_kernels.attention_forward, programs, tile, pointers, strides, call.strides_of_mask(), scalars,
@@ -360,7 +369,8 @@ class _BackwardPlan:
             backward_kernels.attention_backward_query, self.padded_q // tile.block_m * call.batch * call.heads, tile,
             pointers, query_strides, call.strides_of_mask(),
             scalars | {"logsumexp_pitch": ("i64", logsumexp_pitch)} | call.list_strides(self.mask_tiles),
-            names | {"ONLY_DELTA": grad_query is None, "BOUND_KEYS": call.seqlen_k % tile.block_n != 0},
+            names | {"ONLY_DELTA": grad_query is None, "BOUND_KEYS": call.seqlen_k % tile.block_n != 0,
+                     "SUM_ROWS": _rows_of_a_sum(call.seqlen_k)},
             {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
         )
 
@@ -377,7 +387,7 @@ class _BackwardPlan:
             bounds |= {"MASK_AT_END": call.mask_kind == MASK_BOOL and call.mask_strides[2] == 0 and one_mask}
             # By the number of all rows, with a mask too: how many of them a list names is known on the GPU alone.
             rows = call.seqlen_q * (call.heads // call.kv_heads)
-            bounds |= {"LONG_SUM": rows > 4 * backward_kernels.SUM_ROWS.value}
+            bounds |= {"SUM_ROWS": _rows_of_a_sum(rows)}
             self.key_value = call.launch(
                 backward_kernels.attention_backward_key_value,
                 math.ceil(call.seqlen_k / tile.block_n) * call.batch * call.kv_heads, tile, pointers, key_strides,

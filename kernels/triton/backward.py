@@ -25,17 +25,17 @@ from .common import (
     MASK_FLOAT,
     MASK_NONE,
     as_operand,
+    count_parts_of_keys,
     dropout_column_key,
     dropout_keep,
     dropout_row_key,
     load_mask,
     load_tile,
+    part_of_keys,
+    part_of_list,
     store_tile,
     stream_tile,
 )
-
-# A multiple of every BLOCK_M. After as many rows the error of cutting off is a tenth of bfloat16's rounding.
-SUM_ROWS = tl.constexpr(2**16)
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, fi
     """The loop of attention_backward_query over the keys first..last, or a list of blocks (see the forward's)."""
     keys = tl.arange(0, BLOCK_N)
     if STEP != 0:
-        upcoming = tl.load(entries)
+        upcoming = tl.load(entries + first * STEP)
     for counter in tl.range(first, last, 1 if STEP != 0 else BLOCK_N):
         if STEP != 0:
             start = upcoming.to(tl.int32) * BLOCK_N
@@ -158,7 +158,7 @@ def attention_backward_query(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, LISTED: tl.constexpr,
     BOUND_KEYS: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, ONLY_DELTA: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    SUM_ROWS: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """grad_query like query, and the row statistics for the other kernels. ONLY_DELTA: the query needs no gradient.
 
@@ -166,6 +166,7 @@ def attention_backward_query(
     float32, planes of [B, H, padded_q]: logsumexp in the units of the scores, delta and, if HAS_LOW, logsumexp_low.
     Rows that see no key and rows past the end get +inf, so that their probabilities come out as zeros: our forward
     writes -inf for the former, some of PyTorch's +inf. LISTED: the key blocks to visit are lists in mask_tiles.
+    SUM_ROWS: no more keys than that, unless 0, are added up at a time, as in the forward.
     """
     num_tiles = padded_q // BLOCK_M
     program = tl.program_id(0)
@@ -239,22 +240,31 @@ def attention_backward_query(
             partial_begin = full_end
             full_entries = mask_tiles
             partial_entries = mask_tiles
-        grad_query_tile = _visit_keys(
-            grad_query_tile, query_tile, grad_out_tile, high, low, delta, 0, full_end, full_entries, first_query,
-            query_index, row_key, key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn,
-            stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
-            dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, CAUSAL,
-            MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0,
-            DROPOUT, UNIT_STRIDE, TMA, PRECISION)
-        if partial_begin < partial_end:
+        num_parts = count_parts_of_keys(full_end, partial_end, BLOCK_N, LISTED, SUM_ROWS) if SUM_ROWS else 1
+        for part in range(num_parts):
+            full_first, full_last, partial_first, partial_last = 0, full_end, partial_begin, partial_end
+            total = grad_query_tile
+            if SUM_ROWS:
+                grad_query_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                full_first, full_last, partial_first, partial_last = part_of_keys(
+                    part, num_parts, full_end, partial_begin, partial_end, BLOCK_N, LISTED, SUM_ROWS)
             grad_query_tile = _visit_keys(
-                grad_query_tile, query_tile, grad_out_tile, high, low, delta, partial_begin, partial_end,
-                partial_entries, first_query, query_index, row_key, key, value, mask, mask_batch, mask_head, batch,
-                kv_head, seed, head_index, stride_kn,
-                stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
-                dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED,
-                CAUSAL, MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT,
-                UNIT_STRIDE, TMA, PRECISION)
+                grad_query_tile, query_tile, grad_out_tile, high, low, delta, full_first, full_last, full_entries,
+                first_query, query_index, row_key, key, value, mask, mask_batch, mask_head, batch, kv_head, seed,
+                head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
+                dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False,
+                CAUSAL, MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA,
+                1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+            if partial_first < partial_last:
+                grad_query_tile = _visit_keys(
+                    grad_query_tile, query_tile, grad_out_tile, high, low, delta, partial_first, partial_last,
+                    partial_entries, first_query, query_index, row_key, key, value, mask, mask_batch, mask_head, batch,
+                    kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
+                    seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                    BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK, NATURAL, MASK_PER_KEY,
+                    MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+            if SUM_ROWS:
+                grad_query_tile += total
         store_tile(grad_query, grad_query_tile * out_scale, first_query, rows, stride_dqm, stride_dqd, seqlen_q,
                    BLOCK_D, HEAD_DIM, UNIT_STRIDE)
 
@@ -317,18 +327,6 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
 
 
 @triton.jit
-def _part_of_list(part, skipped, length, BLOCK_M: tl.constexpr):
-    """(first, last): which entries of a list are in a part of SUM_ROWS rows, where `skipped` blocks come before them.
-
-    For a part without any both are 0 or both `length`, so that what is read ahead lies in the list.
-    """
-    BLOCKS: tl.constexpr = SUM_ROWS // BLOCK_M
-    first = part * BLOCKS - skipped
-    last = first + BLOCKS
-    return tl.minimum(tl.maximum(first, 0), length), tl.minimum(tl.maximum(last, 0), length)
-
-
-@triton.jit
 def attention_backward_key_value(
     query, key, value, mask, mask_tiles, dropout_seed, statistics, grad_out, grad_key, grad_value,
     stride_qb, stride_qh, stride_qm, stride_qd,
@@ -344,7 +342,7 @@ def attention_backward_key_value(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
     MASK_TMA: tl.constexpr, MASK_AT_END: tl.constexpr, LISTED: tl.constexpr, ONE_LOOP: tl.constexpr,
-    HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, LONG_SUM: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr,
+    HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, SUM_ROWS: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics.
@@ -353,9 +351,9 @@ def attention_backward_key_value(
     these heads needs no comparisons in the loop, its keys' gradients are set to zero at the end. ONE_LOOP: the mask is
     applied in full blocks too, for the sake of registers.
 
-    LONG_SUM: no more than SUM_ROWS rows are added up in the tensor cores at a time. They cut off instead of rounding,
-    which after eight million rows would be 1% of the result. Lists are cut likewise, after as many blocks, since a list
-    may name every block; parts past its end are empty and cost two loads.
+    SUM_ROWS: no more rows than that, unless 0, are added up in the tensor cores at a time. They cut off instead of
+    rounding, which after eight million rows would be 1% of the result. Lists are cut likewise, after as many blocks,
+    since a list may name every block; parts past its end are empty and cost two loads.
     """
     num_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     program = tl.program_id(0)
@@ -394,11 +392,11 @@ def attention_backward_key_value(
         seen = load_mask(keys_mask, 0, 0, 0, 0, 0, key_index, stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M,
                          BLOCK_N, MASK, True, MASK_UNIT_STRIDE, True, False, False)
         last = tl.where(tl.max(seen.to(tl.int32), 0) > 0, seqlen_q, 0)
-    num_parts = tl.cdiv(seqlen_q - first, SUM_ROWS) if LONG_SUM else 1
+    num_parts = tl.cdiv(seqlen_q - first, SUM_ROWS) if SUM_ROWS else 1
     for item in range(group_size * num_parts):
         member = item // num_parts
         grad_key_part, grad_value_part = grad_key_tile, grad_value_tile
-        if LONG_SUM:
+        if SUM_ROWS:
             grad_key_part = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
             grad_value_part = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         head_index = kv_index * group_size + member
@@ -414,7 +412,7 @@ def attention_backward_key_value(
         column_key = dropout_column_key(seed, key_index, head_index)[:, None] if DROPOUT else 0
         begin = first
         end = last
-        if LONG_SUM:
+        if SUM_ROWS:
             begin = first + item % num_parts * SUM_ROWS
             end = tl.minimum(begin + SUM_ROWS, last)
         full_end = 0
@@ -431,17 +429,17 @@ def attention_backward_key_value(
                 end = full_end + mixed_end
                 entries = lists + 2
                 jump = tl.cdiv(seqlen_q, BLOCK_M) - end  # the mixed ones stand at the list's end
-                if LONG_SUM:
-                    begin, end = _part_of_list(item % num_parts, 0, end, BLOCK_M)
+                if SUM_ROWS:
+                    begin, end = part_of_list(item % num_parts, 0, end, SUM_ROWS // BLOCK_M)
             else:
                 begin = 0
                 end = mixed_end
                 entries = lists + (1 + tl.cdiv(seqlen_q, BLOCK_M))
                 full_begin = 0
-                if LONG_SUM:
+                if SUM_ROWS:
                     # Counted on from the full ones, so that both together make one part.
-                    begin, end = _part_of_list(item % num_parts, full_end, mixed_end, BLOCK_M)
-                    full_begin, full_end = _part_of_list(item % num_parts, 0, full_end, BLOCK_M)
+                    begin, end = part_of_list(item % num_parts, full_end, mixed_end, SUM_ROWS // BLOCK_M)
+                    full_begin, full_end = part_of_list(item % num_parts, 0, full_end, SUM_ROWS // BLOCK_M)
                 grad_key_part, grad_value_part = _visit_queries(
                     grad_key_part, grad_value_part, key_tile, value_tile, full_begin, full_end, lists + 2, 0, 0,
                     first_key, key_index, column_key, head_query, head_mask, mask_batch, mask_head, batch, head, seed,
@@ -456,7 +454,7 @@ def attention_backward_key_value(
             seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
             BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK_NONE if MASK_AT_END else MASK, NATURAL,
             MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, LIST_STEP, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
-        if LONG_SUM:
+        if SUM_ROWS:
             grad_key_part += grad_key_tile
             grad_value_part += grad_value_tile
         grad_key_tile, grad_value_tile = grad_key_part, grad_value_part

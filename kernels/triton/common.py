@@ -19,6 +19,46 @@ MASK_FLOAT = tl.constexpr(2)
 
 
 @triton.jit
+def part_of_list(part, skipped, length, SUM_BLOCKS: tl.constexpr):
+    """(first, last): which entries of a list are in a part of SUM_BLOCKS blocks, where `skipped` ones come before them.
+
+    For a part without any both are 0 or both `length`, so that what is read ahead lies in the list.
+    """
+    first = part * SUM_BLOCKS - skipped
+    last = first + SUM_BLOCKS
+    return tl.minimum(tl.maximum(first, 0), length), tl.minimum(tl.maximum(last, 0), length)
+
+
+@triton.jit
+def count_parts_of_keys(full_end, partial_end, BLOCK_N: tl.constexpr, LISTED: tl.constexpr,
+                        SUM_ROWS: tl.constexpr):
+    """How many parts of SUM_ROWS keys a block of queries has; arguments as in ``part_of_keys``."""
+    if LISTED:
+        return tl.cdiv(full_end + partial_end, SUM_ROWS // BLOCK_N)
+    else:
+        return tl.maximum(tl.cdiv(full_end, SUM_ROWS), 1)
+
+
+@triton.jit
+def part_of_keys(part, num_parts, full_end, partial_begin, partial_end, BLOCK_N: tl.constexpr, LISTED: tl.constexpr,
+                 SUM_ROWS: tl.constexpr):
+    """(first, last) of the two loops over keys, full tiles and partial ones, in one of num_parts parts.
+
+    The loops' whole ranges are 0..full_end and partial_begin..partial_end: entries of lists, full and mixed blocks
+    counted together, or keys, where the few beyond the full tiles belong to the last part.
+    """
+    if LISTED:
+        full_first, full_last = part_of_list(part, 0, full_end, SUM_ROWS // BLOCK_N)
+        partial_first, partial_last = part_of_list(part, full_end, partial_end, SUM_ROWS // BLOCK_N)
+    else:
+        full_first = part * SUM_ROWS
+        full_last = tl.minimum(full_first + SUM_ROWS, full_end)
+        partial_first = partial_begin
+        partial_last = tl.where(part == num_parts - 1, partial_end, partial_begin)
+    return full_first, full_last, partial_first, partial_last
+
+
+@triton.jit
 def load_tile(base, first_row, rows, stride_row, stride_column, num_rows, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
               UNIT_STRIDE: tl.constexpr, BOUND_ROWS: tl.constexpr):
     """[rows, BLOCK_D] of a matrix [num_rows, HEAD_DIM], zeros outside of it; rows are offsets from first_row.

@@ -26,11 +26,13 @@ from .common import (
     MASK_FLOAT,
     MASK_NONE,
     as_operand,
+    count_parts_of_keys,
     dropout_column_key,
     dropout_keep,
     dropout_row_key,
     load_mask,
     load_tile,
+    part_of_keys,
     store_tile,
     stream_tile,
 )
@@ -55,7 +57,7 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries,
     if DROPOUT:
         row_key = dropout_row_key(seed, query_index, head_index)
     if STEP != 0:
-        upcoming = tl.load(entries)
+        upcoming = tl.load(entries + first * STEP)
     for position in tl.range(first, last, 1 if STEP != 0 else BLOCK_N):
         if STEP != 0:
             start = upcoming.to(tl.int32) * BLOCK_N
@@ -127,7 +129,7 @@ def attention_forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, LISTED: tl.constexpr,
     BOUND_KEYS: tl.constexpr, DROPOUT: tl.constexpr, STORE_LOGSUMEXP: tl.constexpr, QUERY_FACTOR: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    SUM_ROWS: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """out [B, H, seqlen_q, HEAD_DIM_V] and logsumexp [B, H, seqlen_q] (natural logarithm, float32, contiguous).
 
@@ -135,6 +137,9 @@ def attention_forward(
     the key blocks to visit are lists in mask_tiles, stride_l* apart from batch to batch, head to head and block to
     block. logsumexp_low, with float masks only, is what rounding cut off logsumexp: a row whose scores are all -1e9 or
     finfo.min would otherwise lose log(row sum) and with it its normalisation in the backward.
+
+    SUM_ROWS: no more keys than that, unless 0, are added up in the tensor cores at a time (``attention.py`` says why).
+    The row maximum goes on from part to part; what was there before a part is rescaled once, after it.
     """
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     program = tl.program_id(0)
@@ -185,19 +190,32 @@ def attention_forward(
         partial_begin = full_end
         full_entries = mask_tiles
         partial_entries = mask_tiles
-    accumulator, row_max, row_sum = _visit_keys(
-        accumulator, row_max, row_sum, query_tile, 0, full_end, full_entries, first_query, rows, key, value, mask,
-        mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq,
-        stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-        BLOCK_M, BLOCK_N, False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE,
-        MASK_TMA, 1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
-    if partial_begin < partial_end:
+    num_parts = count_parts_of_keys(full_end, partial_end, BLOCK_N, LISTED, SUM_ROWS) if SUM_ROWS else 1
+    for part in range(num_parts):
+        full_first, full_last, partial_first, partial_last = 0, full_end, partial_begin, partial_end
+        total, max_before = accumulator, row_max
+        if SUM_ROWS:
+            accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+            full_first, full_last, partial_first, partial_last = part_of_keys(
+                part, num_parts, full_end, partial_begin, partial_end, BLOCK_N, LISTED, SUM_ROWS)
         accumulator, row_max, row_sum = _visit_keys(
-            accumulator, row_max, row_sum, query_tile, partial_begin, partial_end, partial_entries, first_query, rows,
-            key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn,
+            accumulator, row_max, row_sum, query_tile, full_first, full_last, full_entries, first_query, rows, key,
+            value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn,
             stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM,
-            HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK, NATURAL,
-            MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+            HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL,
+            MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+        if partial_first < partial_last:
+            accumulator, row_max, row_sum = _visit_keys(
+                accumulator, row_max, row_sum, query_tile, partial_first, partial_last, partial_entries, first_query,
+                rows, key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd,
+                stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK,
+                NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA,
+                PRECISION)
+        if SUM_ROWS:
+            shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+            to_exponent = LOG2E if NATURAL else scale
+            accumulator += total * tl.exp2((max_before - shift) * to_exponent)[:, None]
 
     # A row that sees no key has sum 0 and an accumulator of zeros: zeros it gives. NaN stays NaN.
     accumulator = accumulator * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]

@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
-import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
@@ -162,9 +161,9 @@ def test_tf32_operands_in_registers_are_rounded_to_nearest(tensor_cores, kind):
 
 @pytest.fixture
 def sums_of_32_rows(monkeypatch):
-    """The gradients of key and value are added up 32 rows at a time, as they are 2**16 at a time in long sequences."""
+    """32 keys or queries are added up at a time, as they are 2**16 at a time in long sequences."""
     use_tiles(monkeypatch, 16, 16)
-    monkeypatch.setattr(attention.backward_kernels, "SUM_ROWS", tl.constexpr(32))
+    monkeypatch.setattr(attention, "SUM_ROWS", 32)
 
 
 @pytest.mark.parametrize(("kind", "seqlen_q"), [("dense", 192), ("causal", 199), ("bool", 129), ("grouped", 130)])
@@ -172,6 +171,22 @@ def test_long_sums_in_parts(sums_of_32_rows, kind, seqlen_q):
     mask = random_mask("bool", 1, H, seqlen_q, SK) if kind == "bool" else None
     options = {"attn_mask": mask, "is_causal": kind == "causal", "kv_heads": 1 if kind == "grouped" else H}
     run_and_check(sample(batch=1, seqlen_q=seqlen_q, dtype=HALF, **options))
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+@pytest.mark.parametrize("kind", ["dense", "causal", "few keys", "bool", "float32", "rising", "negative scale"])
+def test_long_sums_over_keys_in_parts(sums_of_32_rows, kind, dtype):
+    """Parts of which the last is short or full, rows that see a few or nothing, maxima that move between them."""
+    seqlen_q, seqlen_k = (199, 170) if kind == "causal" else (40, 144 if kind == "few keys" else 203)
+    mask = random_mask(kind, 1, H, seqlen_q, seqlen_k) if kind in ("bool", "float32") else None
+    if kind == "bool":
+        mask[..., 3, :] = False
+        mask[..., 5, :150] = False
+    options = {"is_causal": kind == "causal", "scale": -0.5 if kind == "negative scale" else None}
+    call = sample(batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype, attn_mask=mask, **options)
+    if kind == "rising":
+        call.key.mul_(torch.linspace(0.1, 8, seqlen_k)[:, None])
+    run_and_check(call)
 
 
 def cut_off_sums(monkeypatch) -> None:
@@ -186,17 +201,17 @@ def cut_off_sums(monkeypatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create)
 
 
-def check_that_parts_lose_less(monkeypatch, call: Call, rows: int) -> None:
+def check_that_parts_lose_less(monkeypatch, call: Call, rows: int, names=("key", "value")) -> None:
     """Where sums are cut off, those of `rows` rows at a time are closer than the whole; the test has set the tiles."""
     grad_out = gradient_for(call)
     expected = expect(call, grad_out).values
     exact = run(call, grad_out).results
     cut_off_sums(monkeypatch)
     whole = run(call, grad_out).results
-    monkeypatch.setattr(attention.backward_kernels, "SUM_ROWS", tl.constexpr(rows))
+    monkeypatch.setattr(attention, "SUM_ROWS", rows)
     attention._plans.clear()
     parts = run(call, grad_out).results
-    for name in ("key", "value"):
+    for name in names:
         errors = [error_of(results[name], expected[name]).norm for results in (exact, parts, whole)]
         assert errors[0] < errors[1] < errors[2] / 2, (name, errors)
 
@@ -204,6 +219,14 @@ def check_that_parts_lose_less(monkeypatch, call: Call, rows: int) -> None:
 def test_long_sums_in_parts_lose_less_where_sums_are_cut_off(monkeypatch):
     use_tiles(monkeypatch, 16, 16)
     check_that_parts_lose_less(monkeypatch, sample(batch=1, heads=1, seqlen_q=512, seqlen_k=16, dtype=HALF), 32)
+
+
+def test_long_sums_over_keys_in_parts_lose_less_where_sums_are_cut_off(monkeypatch):
+    """With values and gradients whose terms do not cancel, as a mean over millions of keys has them."""
+    use_tiles(monkeypatch, 16, 16)
+    call = sample(batch=1, heads=1, seqlen_q=16, seqlen_k=512, dtype=HALF)
+    call.value.abs_()
+    check_that_parts_lose_less(monkeypatch, call, 32, ("out",))
 
 
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000])

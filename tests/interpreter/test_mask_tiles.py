@@ -19,7 +19,6 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
-import triton.language as tl
 
 from torch_flashbackend.kernels.triton import attention, launch, mask_plan
 from torch_flashbackend.kernels.triton.tiles import Tile
@@ -353,8 +352,8 @@ def test_dropout_with_lists():
 def test_long_sums_in_parts(monkeypatch, kind, one_loop):
     """Lists cut after every second block: inside of the full ones, of the mixed ones, past the end."""
     monkeypatch.setattr(attention, "ONE_LOOP", one_loop)
-    monkeypatch.setattr(attention.backward_kernels, "SUM_ROWS", tl.constexpr(32))
-    use_tiles(monkeypatch, 16, 64)
+    monkeypatch.setattr(attention, "SUM_ROWS", 32)
+    use_tiles(monkeypatch, 16, 32)
     seqlen_q, heads, kv_heads = (120, 2, 1) if kind == "grouped" else (210, 1, 1)
     if kind == "padding":
         mask = pattern("padding", 1, 140)
@@ -362,6 +361,20 @@ def test_long_sums_in_parts(monkeypatch, kind, one_loop):
         seen = block_pattern((1, heads, seqlen_q, 140), torch.bool, 7, block=32)
         mask = as_mask(seen, "finfo.min" if kind == "finfo.min" else "bool", HALF)
     run_and_check(sample(mask, seqlen_q, 140, heads=heads, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("kind", ["bool", "finfo.min", "padding", "grouped"])
+def test_long_sums_over_keys_in_parts(monkeypatch, kind):
+    """As above, for lists of keys: parts of full blocks, of both kinds, of mixed ones, and rows that see nothing."""
+    monkeypatch.setattr(attention, "SUM_ROWS", 32)
+    use_tiles(monkeypatch, 32, 16)
+    heads, kv_heads = (2, 1) if kind == "grouped" else (1, 1)
+    if kind == "padding":
+        mask = pattern("padding", 1, 210)
+    else:
+        seen = block_pattern((1, heads, 70, 210), torch.bool, 11, block=32)
+        mask = as_mask(seen, "finfo.min" if kind == "finfo.min" else "bool", HALF)
+    run_and_check(sample(mask, 70, 210, heads=heads, kv_heads=kv_heads))
 
 
 @pytest.mark.parametrize(

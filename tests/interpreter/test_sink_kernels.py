@@ -28,7 +28,7 @@ def test_values_and_gradients_are_those_of_one_more_key(monkeypatch, mask, dtype
     names = ("query", "key", "value", "attn_mask", "sinks")
     wanted = [name in call.inputs() for name in names[:4]]
     options = (0.0, call.is_causal, 0.25)
-    out, logsumexp = sinks._forward(*tensors, None, *options, "query")
-    grads = sinks._backward(grad_out, *tensors, out, logsumexp, None, *options, wanted)
+    out, logsumexp = sinks._forward(*tensors, None, *options, "query", "triton")
+    grads = sinks._backward(grad_out, *tensors, out, logsumexp, None, *options, wanted, "triton")
     results = {name: grad for name, grad in zip(names, grads) if name in call.inputs()}
     judge_sinks(call, {"out": out, **results}, grad_out)

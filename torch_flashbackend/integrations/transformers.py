@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import reference
 from . import on_import
 
 __all__ = ["ALIAS", "NAME", "attention_forward", "register", "register_when_loaded"]
@@ -213,7 +214,7 @@ def _softcapped(
         '"sdpa" would leave the cap out'
     )
     key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = reference.default_scale(query.shape[-1]) if scaling is None else scaling
     scores = torch.tanh(query @ key.transpose(2, 3) * (scale / softcap)) * softcap
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
