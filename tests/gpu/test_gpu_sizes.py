@@ -140,3 +140,18 @@ def test_a_long_mask_row(check_call):
     length = 2**17 + 64
     mask = torch.rand(1, 1, 1, length, device="cuda") < 0.5
     check_call(simple_call(1, 2, 48, length, 64, attn_mask=mask), kernels=("math",))
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("kind", ["dense", "bool", "float", "padding"])
+def test_more_keys_than_are_added_up_at_a_time(check_call, kind):
+    """More than 2**18 keys: sums in parts, over all tiles and over lists of a mask's, gradients included."""
+    seqlen_q, length = 64, 2**18 + 1000
+    mask = None
+    if kind == "padding":
+        mask = (torch.arange(length, device="cuda") < 200_000)[None, None, None]
+    elif kind != "dense":
+        mask = torch.rand(1, 1, seqlen_q, length // 1000 + 1, device="cuda") < 0.5
+        mask = mask.repeat_interleave(1000, -1)[..., :length].contiguous()
+        mask = mask if kind == "bool" else torch.zeros(mask.shape, device="cuda").masked_fill(~mask, -torch.inf)
+    check_call(simple_call(1, 2, seqlen_q, length, 128, attn_mask=mask), kernels=("math",))
