@@ -19,7 +19,7 @@ def compiled(monkeypatch):
 
     def cuda(specialisation):
         found.append(specialisation)
-        return ("flash_forward",)
+        return specialisation.entries
 
     def triton(problem, only):
         found.append((problem.head_dim, problem.is_causal, only))
@@ -35,10 +35,13 @@ def test_inference_and_training_of_both_kinds(compiled):
     done = torch_flashbackend.warmup([SHAPE], gpu="NVIDIA H200", backends=["cuda"])
     assert [(one.backend, one.kernels) for one in done] == [
         ("cuda", ("flash_forward",)),
-        ("cuda", ("flash_forward", *precompile.BACKWARD)),
+        ("cuda", ("flash_forward", "flash_backward_prepare", "flash_backward", "flash_backward_finish")),
     ] * 2
     specialisations = [one for one in compiled if hasattr(one, "tile")]
-    assert {(s.head_dim, s.is_causal, s.is_bf16, s.write_lse) for s in specialisations} == {
+    backward = [one for one in specialisations if hasattr(one, "deterministic")]
+    assert {(s.head_dim, s.is_causal, s.is_bf16) for s in backward} == {(128, False, True), (128, True, True)}
+    forward = [one for one in specialisations if one not in backward]
+    assert {(s.head_dim, s.is_causal, s.is_bf16, s.write_lse) for s in forward} == {
         (128, causal, True, lse) for causal in (False, True) for lse in (False, True)
     }
 
@@ -107,19 +110,19 @@ def test_one_kernel_that_does_not_compile_leaves_the_report_of_the_others(compil
 
     monkeypatch.setattr(precompile, "_compile_triton", fail_in_some)
     with pytest.raises(precompile.WarmupError, match="attention_backward_key_value: ptxas died") as caught:
-        torch_flashbackend.warmup([SHAPE, (1, 8, 512, 64)], gpu="NVIDIA H200", backends=["cuda"])
+        torch_flashbackend.warmup([SHAPE, (1, 8, 512, 64)], gpu="NVIDIA H200", backends=["triton"])
     assert "long" not in str(caught.value)
     failures = {one.call: one.failures for one in caught.value.warmed}
     assert [bool(found) for found in failures.values()] == [False, False, False, True] * 2
     assert [len(one.kernels) for one in caught.value.warmed] == [1, 3, 1, 2] * 2
     assert len(compiled) == 8 + 2 * 2 + 2 * 1
 
-    arguments = ["warmup", "--shapes", "2,16,4096,128", "--gpu", "NVIDIA H200", "--backend", "cuda"]
+    arguments = ["warmup", "--shapes", "2,16,4096,128", "--gpu", "NVIDIA H200", "--backend", "triton"]
     assert main(arguments) == 1
     printed = capsys.readouterr()
     assert printed.err == "attention_backward_key_value: ptxas died\n"
     assert len(printed.out.splitlines()) == 4
-    assert "flash_forward, attention_backward_query compiled, 1 failed (" in printed.out.splitlines()[3]
+    assert "attention_forward, attention_backward_query compiled, 1 failed (" in printed.out.splitlines()[3]
     assert main([*arguments, "--full"]) == 0
 
 

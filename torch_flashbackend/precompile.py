@@ -128,9 +128,7 @@ def warmup(
 
 
 def _kernel_of(key: Any) -> str:
-    from .kernels.cuda import forward
-
-    return forward.ENTRY if key[0] == "cuda" else key[-1]
+    return key[1].entries[-1] if key[0] == "cuda" else key[-1]
 
 
 def _first_line(error: Exception) -> str:
@@ -141,32 +139,35 @@ def _first_line(error: Exception) -> str:
 def _jobs(problem: Problem, backend: str) -> Iterable[tuple[Any, Callable[[], tuple[str, ...]]]]:
     """(key, what to do) for each compilation that a call needs; equal keys are one compilation."""
     if backend == "cuda":
-        specialisation = _specialisation(problem)
-        yield ("cuda", specialisation), lambda: _compile_cuda(specialisation)
+        for specialisation in _specialisations(problem):
+            yield ("cuda", specialisation), functools.partial(_compile_cuda, specialisation)
     elif backend == "triton":
         yield ("triton", problem, FORWARD), lambda: _compile_triton(problem, FORWARD)
-    if backend in routing.KERNELS and problem.requires_grad:  # the backward of both is Triton's
-        for name in BACKWARD:
+        for name in BACKWARD if problem.requires_grad else ():
             yield ("triton", problem, name), functools.partial(_compile_triton, problem, name)
 
 
-def _specialisation(problem: Problem) -> Any:
-    from .kernels.cuda import forward
+def _specialisations(problem: Problem) -> Iterable[Any]:
+    """Of the Hopper kernels."""
+    from .kernels.cuda import backward, forward
 
     measured = policy.policy_for(problem)
     sm_count = problem.sm_count or (measured.sm_count if measured else None) or USUAL_SM_COUNT
-    return forward.specialise(
+    yield forward.specialise(
         problem.head_dim, problem.head_dim_v, problem.query_dtype, problem.is_causal, problem.requires_grad,
         seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
         batch_heads=problem.query_shape[0] * problem.num_heads, num_sms=sm_count,
     )  # fmt: skip
+    if problem.requires_grad:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        yield backward.specialise(
+            problem.head_dim, problem.head_dim_v, problem.query_dtype, problem.is_causal, deterministic
+        )
 
 
 def _compile_cuda(specialisation: Any) -> tuple[str, ...]:
-    from .kernels.cuda import forward
-
     specialisation.compile()
-    return (forward.ENTRY,)
+    return specialisation.entries
 
 
 def _compile_triton(problem: Problem, only: str) -> tuple[str, ...]:

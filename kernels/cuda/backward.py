@@ -146,6 +146,11 @@ class Specialisation(NamedTuple):
         text = (FOLDER / ("backward_wide.cu" if self.is_wide else "backward.cu")).read_text()
         return nvrtc.Source(MAIN, text, forward._headers(FOLDER) | generated, self.defines, forward.ARCHITECTURE)
 
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The kernels in the binary."""
+        return ENTRIES
+
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
         try:

@@ -104,6 +104,11 @@ class Specialisation(NamedTuple):
         generated = {instructions.HEADER_NAME: instructions.header(columns, dtype)}
         return nvrtc.Source(ENTRY, SOURCE.read_text(), _headers(SOURCE.parent) | generated, self.defines, ARCHITECTURE)
 
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The kernels in the binary."""
+        return (ENTRY,)
+
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
         try:
