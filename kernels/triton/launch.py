@@ -40,6 +40,7 @@ _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.bool: "*i1",
+    torch.int32: "*i32",
     torch.int64: "*i64",
 }
 
@@ -141,6 +142,11 @@ def compile_kernel(kernel, types: dict[str, str], constants: dict[str, Any], div
     return triton.compile(source, target=target, options=options)
 
 
+# Kernels on their devices: a call of another size is often the same kernel with other numbers, and asking Triton's
+# cache on disk takes milliseconds where a growing sequence brings a new size with each token.
+_loaded: dict[tuple, Any] = {}
+
+
 class Launch:
     """One kernel with every argument but its pointers already in place.
 
@@ -184,8 +190,14 @@ class Launch:
         try:
             # Loading binds the kernel to the device that is current, so each device has Launches of its own.
             with torch.cuda.device(device):
-                self.compiled = self.compile(device_target(device))
-                self.compiled.run  # noqa: B018  loads the binary; raises where it does not fit the device
+                kernel, types, constants, divisors, tile = self._description
+                described = (tuple(part.items()) for part in (types, constants, divisors))
+                key = (kernel, *described, tile, device.index)
+                self.compiled = _loaded.get(key)
+                if self.compiled is None:
+                    self.compiled = self.compile(device_target(device))
+                    self.compiled.run  # noqa: B018  loads the binary; raises where it does not fit the device
+                    _loaded[key] = self.compiled
                 self._run = self._direct_launcher()
             self._arguments = self._packer()
         except torch.OutOfMemoryError:
