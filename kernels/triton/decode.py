@@ -211,14 +211,16 @@ def _merge(partials, statistics, first, last, num_rows, FAN_IN: tl.constexpr, BL
     shift = _finite(row_max)
     row_sum = tl.sum(sums * _exp(maxima - shift[None, :], NATURAL), 0)
     accumulator = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
-    for start in tl.range(0, count, 8):
-        for step in tl.static_range(8):  # eight loads at a time, which do not wait for each other
+    # Loads that do not wait for each other, as many as registers hold.
+    AT_ONCE: tl.constexpr = max(1, min(8, 4096 // (BLOCK_R * BLOCK_DV)))
+    for start in tl.range(0, count, AT_ONCE):
+        for step in tl.static_range(AT_ONCE):
             number = start + step
-            inside = present & (number < count)
-            maximum = tl.load(statistics + number * (2 * BLOCK_R) + rows, mask=inside, other=float("-inf"),
+            wanted = present & (number < count)
+            maximum = tl.load(statistics + number * (2 * BLOCK_R) + rows, mask=wanted, other=float("-inf"),
                               cache_modifier=".cg")
             partial = tl.load(partials + (number * BLOCK_R + rows)[:, None] * BLOCK_DV + columns[None, :],
-                              mask=inside[:, None], other=0.0, cache_modifier=".cg")
+                              mask=wanted[:, None], other=0.0, cache_modifier=".cg")
             accumulator += partial * _exp(maximum - shift, NATURAL)[:, None]
     return accumulator, row_max, row_sum
 
@@ -352,7 +354,6 @@ def attention_decode(
             mask_rows = mask
             if not MASK_PER_KEY:
                 mask_rows = mask + (row % group_size * stride_mh + query_index * stride_mq)[:, None]
-        pages = 0
         if PAGE != 0:
             block_table += batch * stride_tb
 
@@ -370,8 +371,7 @@ def attention_decode(
                     seen = seen ^ lowest
                     number = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # its exponent
                     start = (tile + number * num_splits) * BLOCK_N
-                    if PAGE != 0:
-                        pages = _load_pages(block_table, start, keys, last_key, PAGE)
+                    pages = _load_pages(block_table, start, keys, last_key, PAGE) if PAGE != 0 else 0
                     accumulator, row_max, row_sum = _visit(
                         accumulator, row_max, row_sum, query_tile, start, keys, pages, key, value, mask_rows, slopes,
                         position, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_vd, stride_mk,
@@ -379,14 +379,15 @@ def attention_decode(
                         BLOCK_DV, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, LEFT, RIGHT, SOFTCAP,
                         alibi_slopes is not None, BOUND_KEYS, NATURAL, UNIT_STRIDE, PAGE, PRECISION)
         else:
-            upcoming = 0
             if PAGE != 0:
                 upcoming = _load_pages(block_table, (first_tile + split) * BLOCK_N, keys, last_key, PAGE)
+            else:
+                upcoming = 0
             for tile in tl.range(first_tile + split, last_tile, num_splits):
                 start = tile * BLOCK_N
+                pages = upcoming
                 if PAGE != 0:
                     # One tile ahead, so that copies need not wait for the number of their page.
-                    pages = upcoming
                     upcoming = _load_pages(block_table, start + num_splits * BLOCK_N, keys, last_key, PAGE)
                 accumulator, row_max, row_sum = _visit(
                     accumulator, row_max, row_sum, query_tile, start, keys, pages, key, value, mask_rows, slopes,
@@ -414,20 +415,19 @@ def attention_decode(
             first = group * FAN_IN
             last = tl.minimum(first + FAN_IN, live_splits)
             if _arrive(counters + 1 + group, last - first):
-                accumulator, row_max, row_sum = _merge(partials, statistics, first, last, rows, FAN_IN, BLOCK_R,
-                                                       BLOCK_DV, NATURAL)
+                merged, merged_max, merged_sum = _merge(partials, statistics, first, last, rows, FAN_IN, BLOCK_R,
+                                                        BLOCK_DV, NATURAL)
                 live_groups = tl.cdiv(live_splits, FAN_IN)
                 if live_groups == 1:
-                    _finish(accumulator, row_max, row_sum, out, logsumexp, sinks, batch, kv_head, first_row, num_rows,
+                    _finish(merged, merged_max, merged_sum, out, logsumexp, sinks, batch, kv_head, first_row, num_rows,
                             num_kv_heads, group_size, seqlen_q, stride_oh, stride_om, stride_od, BLOCK_R, BLOCK_DV,
                             HEAD_DIM_V, NATURAL, UNIT_STRIDE)
                 else:
-                    _leave(partials, statistics, num_splits + group, accumulator, row_max, row_sum, rows, BLOCK_R,
+                    _leave(partials, statistics, num_splits + group, merged, merged_max, merged_sum, rows, BLOCK_R,
                            BLOCK_R, BLOCK_DV)
                     if _arrive(counters, live_groups):
-                        accumulator, row_max, row_sum = _merge(
-                            partials, statistics, num_splits, num_splits + live_groups, rows, FAN_IN, BLOCK_R, BLOCK_DV,
-                            NATURAL)
-                        _finish(accumulator, row_max, row_sum, out, logsumexp, sinks, batch, kv_head, first_row,
-                                num_rows, num_kv_heads, group_size, seqlen_q, stride_oh, stride_om, stride_od, BLOCK_R,
-                                BLOCK_DV, HEAD_DIM_V, NATURAL, UNIT_STRIDE)
+                        total, total_max, total_sum = _merge(partials, statistics, num_splits, num_splits + live_groups,
+                                                             rows, FAN_IN, BLOCK_R, BLOCK_DV, NATURAL)
+                        _finish(total, total_max, total_sum, out, logsumexp, sinks, batch, kv_head, first_row, num_rows,
+                                num_kv_heads, group_size, seqlen_q, stride_oh, stride_om, stride_od, BLOCK_R, BLOCK_DV,
+                                HEAD_DIM_V, NATURAL, UNIT_STRIDE)
