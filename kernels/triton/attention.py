@@ -481,10 +481,10 @@ def compile_for(target, query, key, value, mask=None, *, dropout_p=0.0, is_causa
                 backward=True, mask_gradient=False, allow_tf32=False, only=None) -> dict:
     """Compile what a call would launch on a target (``GPUTarget("cuda", 90, 32)``), without such a GPU: {name: kernel}.
 
-    The tensors may lie on the CPU; their sizes decide head dimensions and which bounds are checked, nothing else.
-    ``only`` names one kernel.
+    The tensors may lie on the CPU or be "meta"; their sizes decide head dimensions, which bounds are checked and, of
+    decoding, whether keys are split. ``only`` names one kernel: "attention_forward" is any forward's.
     """
-    out = torch.empty((*query.shape[:3], value.size(3)), dtype=query.dtype)
+    out = torch.empty((*query.shape[:3], value.size(3)), dtype=query.dtype, device=query.device)
     statistics = (2, *query.shape[:3]) if mask is not None and mask.dtype != torch.bool else query.shape[:3]
     lse = torch.empty(statistics) if logsumexp else None
     seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
@@ -496,4 +496,5 @@ def compile_for(target, query, key, value, mask=None, *, dropout_p=0.0, is_causa
         plan = _BackwardPlan(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, grad_out, *grads,
                               mask_gradient, query.size(2), allow_tf32, target)
         launches += plan.launches
-    return {launch.name: launch.compile(target) for launch in launches if only in (None, launch.name)}
+    names = {None: None, "attention_forward": ("attention_forward", "attention_decode")}.get(only, (only,))
+    return {launch.name: launch.compile(target) for launch in launches if names is None or launch.name in names}

@@ -39,7 +39,8 @@ def _finite(row_max):
 
 @triton.jit
 def _load_rows(base, start, keys, pages, page_stride, stride_row, stride_column, first, last, BLOCK_D: tl.constexpr,
-               HEAD_DIM: tl.constexpr, UNIT_STRIDE: tl.constexpr, BOUND: tl.constexpr, PAGE: tl.constexpr):
+               HEAD_DIM: tl.constexpr, UNIT_STRIDE: tl.constexpr, BOUND: tl.constexpr, BLOCK_N: tl.constexpr,
+               PAGE: tl.constexpr):
     """[BLOCK_N, BLOCK_D] of keys or values from row `start` on; zeros outside of first..last and of HEAD_DIM columns.
 
     PAGE: rows lie in pages of so many, `pages` names the tile's, as one number or as one for each row. 0: no pages.
@@ -47,7 +48,7 @@ def _load_rows(base, start, keys, pages, page_stride, stride_row, stride_column,
     columns = tl.arange(0, BLOCK_D)
     if PAGE == 0:
         rows = base + tl.cast(start, tl.int64) * stride_row + keys[:, None] * stride_row
-    elif PAGE % keys.shape[0] == 0:
+    elif PAGE % BLOCK_N == 0:
         rows = base + pages.to(tl.int64) * page_stride + (start % PAGE) * stride_row + keys[:, None] * stride_row
     else:
         rows = base + (pages.to(tl.int64) * page_stride + (start + keys) % PAGE * stride_row)[:, None]
@@ -64,9 +65,9 @@ def _load_rows(base, start, keys, pages, page_stride, stride_row, stride_column,
 
 
 @triton.jit
-def _load_pages(block_table, start, keys, last, PAGE: tl.constexpr):
+def _load_pages(block_table, start, keys, last, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
     """The numbers of the pages where a tile's rows lie: one where a page holds the tile, one for each row otherwise."""
-    if PAGE % keys.shape[0] == 0:
+    if PAGE % BLOCK_N == 0:
         return tl.load(block_table + start // PAGE, mask=start < last, other=0)
     else:
         return tl.load(block_table + (start + keys) // PAGE, mask=start + keys < last, other=0)
@@ -76,14 +77,14 @@ def _load_pages(block_table, start, keys, last, PAGE: tl.constexpr):
 def _visit(accumulator, row_max, row_sum, query_tile, start, keys, pages, key, value, mask_rows, slopes, position,
            stride_kp, stride_kn, stride_kd, stride_vp, stride_vn, stride_vd, stride_mk, first_key, last_key,
            window_left, window_right, scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-           BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
-           MASK_UNIT_STRIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-           ALIBI: tl.constexpr, BOUND_KEYS: tl.constexpr, NATURAL: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+           BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
+           MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+           SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BOUND_KEYS: tl.constexpr, NATURAL: tl.constexpr, UNIT_STRIDE: tl.constexpr,
            PAGE: tl.constexpr, PRECISION: tl.constexpr):
     """One tile of keys. position: the key with which each row is aligned; mask_rows: the mask's rows, as pointers."""
     key_index = start + keys
     key_tile = _load_rows(key, start, keys, pages, stride_kp, stride_kn, stride_kd, first_key, last_key, BLOCK_D,
-                          HEAD_DIM, UNIT_STRIDE, BOUND_KEYS, PAGE)
+                          HEAD_DIM, UNIT_STRIDE, BOUND_KEYS, BLOCK_N, PAGE)
     if MASK != MASK_NONE:
         mask_columns = key_index if MASK_UNIT_STRIDE else key_index * stride_mk
         pointers = mask_rows + (mask_columns if MASK_PER_KEY else mask_columns[None, :])
@@ -128,7 +129,7 @@ def _visit(accumulator, row_max, row_sum, query_tile, start, keys, pages, key, v
     row_sum = row_sum * rescale + tl.sum(probabilities, 1)
     accumulator = accumulator * rescale[:, None]
     value_tile = _load_rows(value, start, keys, pages, stride_vp, stride_vn, stride_vd, first_key, last_key, BLOCK_DV,
-                            HEAD_DIM_V, UNIT_STRIDE, BOUND_KEYS, PAGE)
+                            HEAD_DIM_V, UNIT_STRIDE, BOUND_KEYS, BLOCK_N, PAGE)
     accumulator = tl.dot(as_operand(probabilities, value_tile.dtype, PRECISION), value_tile, accumulator,
                          input_precision=PRECISION)
     return accumulator, new_max, row_sum
@@ -138,7 +139,7 @@ def _visit(accumulator, row_max, row_sum, query_tile, start, keys, pages, key, v
 def _seen_tiles(mask, tile, num_splits, first_row, num_rows, group_size, last_key, stride_mh, stride_mq, stride_mk,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr,
                 MASK_PER_KEY: tl.constexpr, MASK_PER_HEAD: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr):
-    """Which of CHUNK tiles, num_splits apart, any row sees, as bits, and how many these are."""
+    """Which of CHUNK tiles (at most 62), num_splits apart, any row sees, as bits, and how many these are."""
     chunk = tl.arange(0, CHUNK)
     key_index = (tile + chunk * num_splits)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     pointers = mask + (key_index if MASK_UNIT_STRIDE else key_index * stride_mk)
@@ -371,16 +372,16 @@ def attention_decode(
                     seen = seen ^ lowest
                     number = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # its exponent
                     start = (tile + number * num_splits) * BLOCK_N
-                    pages = _load_pages(block_table, start, keys, last_key, PAGE) if PAGE != 0 else 0
+                    pages = _load_pages(block_table, start, keys, last_key, BLOCK_N, PAGE) if PAGE != 0 else 0
                     accumulator, row_max, row_sum = _visit(
                         accumulator, row_max, row_sum, query_tile, start, keys, pages, key, value, mask_rows, slopes,
                         position, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_vd, stride_mk,
                         first_key, last_key, window_left, window_right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                        BLOCK_DV, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, LEFT, RIGHT, SOFTCAP,
+                        BLOCK_DV, BLOCK_N, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, LEFT, RIGHT, SOFTCAP,
                         alibi_slopes is not None, BOUND_KEYS, NATURAL, UNIT_STRIDE, PAGE, PRECISION)
         else:
             if PAGE != 0:
-                upcoming = _load_pages(block_table, (first_tile + split) * BLOCK_N, keys, last_key, PAGE)
+                upcoming = _load_pages(block_table, (first_tile + split) * BLOCK_N, keys, last_key, BLOCK_N, PAGE)
             else:
                 upcoming = 0
             for tile in tl.range(first_tile + split, last_tile, num_splits):
@@ -388,13 +389,13 @@ def attention_decode(
                 pages = upcoming
                 if PAGE != 0:
                     # One tile ahead, so that copies need not wait for the number of their page.
-                    upcoming = _load_pages(block_table, start + num_splits * BLOCK_N, keys, last_key, PAGE)
+                    upcoming = _load_pages(block_table, start + num_splits * BLOCK_N, keys, last_key, BLOCK_N, PAGE)
                 accumulator, row_max, row_sum = _visit(
                     accumulator, row_max, row_sum, query_tile, start, keys, pages, key, value, mask_rows, slopes,
                     position, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_vd, stride_mk, first_key,
-                    last_key, window_left, window_right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, MASK,
-                    MASK_PER_KEY, MASK_UNIT_STRIDE, LEFT, RIGHT, SOFTCAP, alibi_slopes is not None, BOUND_KEYS,
-                    NATURAL, UNIT_STRIDE, PAGE, PRECISION)
+                    last_key, window_left, window_right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
+                    BLOCK_N, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, LEFT, RIGHT, SOFTCAP, alibi_slopes is not None,
+                    BOUND_KEYS, NATURAL, UNIT_STRIDE, PAGE, PRECISION)
         if not NATURAL:
             row_max = row_max * scale
 

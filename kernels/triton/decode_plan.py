@@ -178,7 +178,7 @@ class DecodePlan:
             "BLOCK_R": block_r,
             "SPLIT": splits > 1,
             "FAN_IN": width,
-            "CHUNK": 2048 // tile.block_n,
+            "CHUNK": min(32, 2048 // tile.block_n),
             "MASK": call.mask_kind,
             "MASK_PER_KEY": call.mask_strides[2] == 0 and (call.mask_strides[1] == 0 or group == 1),
             "MASK_PER_HEAD": call.mask_strides[1] != 0,
