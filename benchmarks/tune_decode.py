@@ -38,6 +38,7 @@ PROGRAMS = (1, 2, 3, 4)
 
 def chosen_cases(only: str) -> list[cases.Case]:
     """Those that decide, the most wanted first."""
+
     def case(batch, length, head_dim=128, kv_heads=8, rows=1, mask=None):
         return cases.Case("decode", batch, 32, rows, length, head_dim, kv_heads=kv_heads, mask=mask, training=False)
 
@@ -90,7 +91,9 @@ class Recorded:
     """A graph of one call for each set, by one plan."""
 
     def __init__(self, plan: decode_plan.DecodePlan, sets: list[cases.Inputs], outs: list[torch.Tensor]) -> None:
-        self.calls = [lambda i=i, out=out: plan(i.query, i.key, i.value, i.attn_mask, out) for i, out in zip(sets, outs)]
+        self.calls = [
+            lambda i=i, out=out: plan(i.query, i.key, i.value, i.attn_mask, out) for i, out in zip(sets, outs)
+        ]
         self.graph = None
         self.calls[0]()
         if sets[0].query.is_cuda:

@@ -85,7 +85,9 @@ def test_numbers_of_splits(num_splits, group):
     run_and_check(cache_call(1, head_dim=128, group=group, kv_heads=1, keys=65 * 16, num_splits=num_splits, batch=1))
 
 
-@pytest.mark.parametrize("head_dims", [(1, 1), (40, 40), (64, 64), (80, 80), (128, 128), (256, 256), (64, 128), (80, 40)])
+@pytest.mark.parametrize(
+    "head_dims", [(1, 1), (40, 40), (64, 64), (80, 80), (128, 128), (256, 256), (64, 128), (80, 40)]
+)
 def test_head_dims(head_dims):
     head_dim, head_dim_v = head_dims
     run_and_check(cache_call(2, head_dim=head_dim, head_dim_v=head_dim_v, keys=100, queries=2, num_splits=3))
@@ -105,7 +107,9 @@ def test_page_sizes(page):
         run_and_check(cache_call(seed, ("pages", "used", "causal"), page=page, keys=140, num_splits=1 + 2 * seed))
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed", "expanded_batch", "unaligned", "odd_strides", "strided_last"])
+@pytest.mark.parametrize(
+    "layout", ["bhsd", "bshd", "packed", "expanded_batch", "unaligned", "odd_strides", "strided_last"]
+)
 @pytest.mark.parametrize("kind", ["none", "causal", "bool", "float"])
 def test_through_the_way_of_every_forward(layout, kind):
     """attention.forward without logsumexp, in any memory."""
@@ -145,7 +149,9 @@ def test_a_row_of_lowest_masks_gives_the_mean_and_two_of_them_zeros():
         out = torch.full_like(call.query, math.nan)
         mask = torch.full((1, 1, 1, 100), number)
         kv_cache.decode(call.query, call.key, call.value, out, None, 0.125, DecodeOptions(num_splits=4), mask)
-        torch.testing.assert_close(out[:, :, 0].double(), expected.repeat_interleave(2, 1).double(), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            out[:, :, 0].double(), expected.repeat_interleave(2, 1).double(), atol=1e-6, rtol=1e-5
+        )
 
 
 def test_nan_stays_where_it_is():
