@@ -214,9 +214,10 @@ def random_cache_call(
     rng = random.Random(seed)
     head_dim = rng.choice([64, 64, 128, 128, 128, 256, 80, 40, 1])
     head_dim_v = rng.choice([64, 128, 80]) if rng.random() < 0.15 else head_dim
+    keys = min(longest, rng.choice([1, 50, 64, 300, 1000, 1024, 2048, 2500]))
     return cache_call(
         seed, random_features(rng), dtype=rng.choice(dtypes), device=device, batch=rng.choice([1, 2, 3]),
         kv_heads=rng.choice([1, 2, 4]), group=rng.choice([1, 2, 4, 8]), queries=rng.choice([1, 1, 1, 2, 3, 8, 16]),
-        keys=min(longest, rng.choice([1, 50, 64, 300, 1000, 1024, 2048, 2500])), head_dim=head_dim, head_dim_v=head_dim_v,
+        keys=keys, head_dim=head_dim, head_dim_v=head_dim_v,
         page=rng.choice([16, 64, 256]), num_splits=rng.choice([0, 0, 0, 1, 2, 7, 30, 100]),
     )  # fmt: skip

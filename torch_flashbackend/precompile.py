@@ -147,7 +147,7 @@ def _compile_triton(problem: Problem, only: str) -> tuple[str, ...]:
         raise KernelUnavailable(f"Triton is not installed: {error}") from error
     name = problem.architecture
     target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[3:]), 32)
-    # How many batches and heads there are decides whether decoding splits keys, and is else no matter of the compiler's.
+    # How many batches and heads there are decides whether decoding splits keys; else it is no matter of the compiler's.
     batch, kv_heads = (1, 1) if problem.requires_grad else (problem.query_shape[0], problem.num_kv_heads)
     heads = kv_heads * (problem.num_heads // problem.num_kv_heads)
 

@@ -20,6 +20,7 @@ class Address:
         self._address = address
 
     def data_ptr(self) -> int:
+        """As of a tensor."""
         return self._address
 
 

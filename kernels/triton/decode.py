@@ -79,8 +79,8 @@ def _visit(accumulator, row_max, row_sum, query_tile, start, keys, pages, key, v
            window_left, window_right, scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
            BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
            MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-           SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BOUND_KEYS: tl.constexpr, NATURAL: tl.constexpr, UNIT_STRIDE: tl.constexpr,
-           PAGE: tl.constexpr, PRECISION: tl.constexpr):
+           SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BOUND_KEYS: tl.constexpr, NATURAL: tl.constexpr,
+           UNIT_STRIDE: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr):
     """One tile of keys. position: the key with which each row is aligned; mask_rows: the mask's rows, as pointers."""
     key_index = start + keys
     key_tile = _load_rows(key, start, keys, pages, stride_kp, stride_kn, stride_kd, first_key, last_key, BLOCK_D,

@@ -1,4 +1,4 @@
-"""The decoding kernel in Triton's interpreter, judged against float64: splits, masks, pages and all that a cache has."""
+"""The decoding kernel in Triton's interpreter, judged against float64: splits, masks, pages and what a cache has."""
 
 from __future__ import annotations
 
@@ -52,23 +52,26 @@ def run_and_check(call: CacheCall) -> torch.Tensor:
 @pytest.mark.parametrize("num_splits", [1, 5])
 def test_each_feature(features, num_splits):
     features = (*features, "used") if features == ("pages",) else features
-    for seed in range(3):
+    for seed in range(2):
         dtype = (HALF, SINGLE)[seed % 2]
-        run_and_check(cache_call(seed, features, queries=3, keys=130, num_splits=num_splits, dtype=dtype))
+        run_and_check(cache_call(seed, features, queries=3, keys=70, kv_heads=1, num_splits=num_splits, dtype=dtype))
 
 
-PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if not {"pages", "batch_index"} <= set(pair)
+ALL_PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if not {"pages", "batch_index"} <= set(pair)
          and not {"pages", "mask"} <= set(pair)]  # fmt: skip
+
+
+PAIRS = ALL_PAIRS[::2]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_pairs_of_features(pair):
     seed = PAIRS.index(pair)
     pair = (*pair, "used") if "pages" in pair and "used" not in pair else pair
-    run_and_check(cache_call(seed, pair, queries=2, num_splits=3, keys=70, kv_heads=1))
+    run_and_check(cache_call(seed, pair, queries=2, num_splits=3, keys=50, kv_heads=1))
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_calls(seed):
     run_and_check(random_cache_call(seed, "cpu", (HALF, SINGLE), longest=200))
 
