@@ -269,7 +269,7 @@ def attention_decode(
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_mb, stride_mh, stride_mq, stride_mk,
     stride_ob, stride_oh, stride_om, stride_od,
-    stride_sb, stride_tb, num_kv_heads, group_size, seqlen_q, seqlen_k, num_splits, statistics_offset,
+    stride_sb, stride_tb, num_kv_heads, group_size, seqlen_q, seqlen_k, seqused_more, num_splits, statistics_offset,
     offset, window_left, window_right, scale, softcap,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT: tl.constexpr, FAN_IN: tl.constexpr,
@@ -284,10 +284,10 @@ def attention_decode(
     kept in natural units (a float mask, ALiBi, softcap), carries log2(e); QUERY_FACTOR (1, -1 or 0) has the sign.
     Row i of the queries stands at key i + offset, BOTTOM_RIGHT: at i + keys in use - seqlen_q; LEFT and RIGHT bound
     what it sees to window_left and window_right keys from there. Optional, None where absent: sinks [H], natural units;
-    alibi_slopes float32, stride_sb from batch to batch; seqused_k, leftpad_k, batch_index (which batch of key and value
-    to read) int32 [B]; block_table int32, stride_tb from batch to batch: key [pages, Hkv, PAGE, D], value alike, and
-    seqlen_k then is what all pages of a batch hold. partials, float32: partial results, from statistics_offset on their
-    maxima and sums; counters, int32: zeros, left as zeros.
+    alibi_slopes float32, stride_sb from batch to batch; int32 [B] each: seqused_k (seqused_more are added to it),
+    leftpad_k, batch_index (which batch of key and value to read); block_table int32, stride_tb from batch to batch: key
+    [pages, Hkv, PAGE, D], value alike, and seqlen_k then is what all pages of a batch hold. partials, float32: partial
+    results, from statistics_offset on their maxima and sums; counters, int32: zeros, left as zeros.
     """
     NATURAL: tl.constexpr = MASK == MASK_FLOAT or SOFTCAP or alibi_slopes is not None
     num_rows = seqlen_q * group_size
@@ -307,7 +307,7 @@ def attention_decode(
     last_query = (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // group_size
     last_key = seqlen_k
     if seqused_k is not None:
-        last_key = tl.minimum(tl.load(seqused_k + batch), seqlen_k)
+        last_key = tl.minimum(tl.load(seqused_k + batch) + seqused_more, seqlen_k)
     if BOTTOM_RIGHT:
         offset = last_key - seqlen_q
     first_key = 0

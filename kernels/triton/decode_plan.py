@@ -44,6 +44,7 @@ class DecodeOptions:
     window_right: int | None = None
     softcap: float = 0.0
     num_splits: int = 0
+    seqused_more: int = 0
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -55,7 +56,7 @@ class DecodeOptions:
         """What a plan depends on beside tensors."""
         absent = tuple(tensor is None for tensor in self.tensors)
         return (absent, self.offset, self.bottom_right, self.window_left, self.window_right, self.softcap,
-                self.num_splits)
+                self.num_splits, self.seqused_more)
 
 
 PLAIN = DecodeOptions()
@@ -160,6 +161,7 @@ class DecodePlan:
             "group_size": ("i32", group),
             "seqlen_q": ("i32", call.seqlen_q),
             "seqlen_k": ("i32", seqlen_k),
+            "seqused_more": ("i32", options.seqused_more),
             "num_splits": ("i32", splits),
             "statistics_offset": ("i64", results * block_r * block_d),
             "offset": ("i32", options.offset),
