@@ -1,14 +1,14 @@
 """Attention over a cache of keys and values: paged or not, filled in part, added to by the same call. Inference only.
 
-``attend`` is the function, in flash-attn's layout [batch, seqlen, heads, head_dim] and with the arguments and meaning of
-its ``flash_attn_with_kvcache`` (https://github.com/Dao-AILab/flash-attention). Two operators carry it, in PyTorch's
+``attend`` is the function, in flash-attn's layout [batch, seqlen, heads, head_dim] and with the arguments and meaning
+of its ``flash_attn_with_kvcache`` (https://github.com/Dao-AILab/flash-attention). Two operators carry it, in PyTorch's
 layout [batch, heads, seqlen, head_dim], so that compiled programs hold them:
 
     decode  -> out, logsumexp      reads the cache; any number of queries
-    append  -> the turned queries  writes into the cache, turning keys and queries by a rotary embedding if there is one
+    append  -> the turned queries  writes into the cache; a rotary embedding turns keys and queries
 
-On CUDA the kernels of ``kernels/triton`` run; elsewhere plain PyTorch, which states what they compute. May import torch,
-`_torch.py` and the kernels (these when a GPU call first needs them).
+On CUDA the kernels of ``kernels/triton`` run; elsewhere plain PyTorch, which states what they compute. May import
+torch, `_torch.py` and the kernels (these when a GPU call first needs them).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["attend"]
 
 _library = torch.library.Library("flashbackend", "FRAGMENT")
 _library.define(
-    "decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? attn_mask, Tensor? sinks, Tensor? alibi_slopes, "
-    "Tensor? seqused_k, Tensor? leftpad_k, Tensor? batch_index, Tensor? block_table, float scale, bool is_causal, "
-    "bool bottom_right, int offset, int window_left, int window_right, float softcap, int num_splits, "
-    "int seqused_more, bool return_lse) -> (Tensor, Tensor)"
+    "decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? attn_mask, Tensor? sinks, "
+    "Tensor? alibi_slopes, Tensor? seqused_k, Tensor? leftpad_k, Tensor? batch_index, Tensor? block_table, "
+    "float scale, bool is_causal, bool bottom_right, int offset, int window_left, int window_right, float softcap, "
+    "int num_splits, int seqused_more, bool return_lse) -> (Tensor, Tensor)"
 )
 _library.define(
     "append(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor? rotary_cos, "
@@ -98,8 +98,8 @@ def attend(
         more = k.size(1)
         turned = _append(
             query, _dense(k.transpose(1, 2)), _dense(v.transpose(1, 2)), key_cache, value_cache,
-            _contiguous(rotary_cos), _contiguous(rotary_sin), cache_seqlens, cache_leftpad, cache_batch_idx, block_table,
-            rotary_interleaved, left >= 0 or right >= 0,
+            _contiguous(rotary_cos), _contiguous(rotary_sin), cache_seqlens, cache_leftpad, cache_batch_idx,
+            block_table, rotary_interleaved, left >= 0 or right >= 0,
         )  # fmt: skip
         query = query if rotary_cos is None else turned
     out, logsumexp = _decode(

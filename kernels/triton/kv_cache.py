@@ -5,8 +5,6 @@ May import torch and this folder. Imported by ``torch_flashbackend.kv_cache``.
 
 from __future__ import annotations
 
-import torch
-
 from .append import append_to_cache
 from .attention import _Call, _plans
 from .decode_plan import MAX_HEAD_DIM, DecodeOptions, DecodePlan

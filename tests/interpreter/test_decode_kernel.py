@@ -13,11 +13,13 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
+from torch_flashbackend import kv_cache as kv_cache_module
 from torch_flashbackend.kernels.triton import attention, counters, decode_plan, kv_cache
 from torch_flashbackend.kernels.triton.decode_plan import DecodeOptions
 from torch_flashbackend.kernels.triton.tiles import DecodeTile
 
-from common import check, expect, simple_call
+from append_cases import append_call
+from common import check, error_of, expect, simple_call
 from decode_cases import FEATURES, CacheCall, cache_call, random_cache_call
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -181,3 +183,27 @@ def test_choice_of_splits(seed):
         assert splits <= 8  # every multiprocessor has work
     if units * min(tiles, 64) >= slots > units * 2:
         assert splits * units >= slots // 2
+
+
+@pytest.mark.parametrize("where", ["plain", "batch_index", "pages"])
+@pytest.mark.parametrize("rotary", ["", "interleaved", "halves"])
+def test_adding_to_the_cache(where, rotary):
+    """The kernels of attend, which on CPU tensors runs plain PyTorch."""
+    for seed, causal in enumerate((False, True)):
+        for queries, new in ((1, 1), (3, 20)):
+            case = append_call(
+                seed, where=where, rotary=rotary, causal=causal, leftpad=seed == 1, queries=queries, new=new
+            )
+            given = case.arguments
+            query, key, value, key_cache, value_cache = (
+                given[name].transpose(1, 2) for name in ("q", "k", "v", "k_cache", "v_cache")
+            )
+            turned = kv_cache_module._append_cuda(
+                query, key, value, key_cache, value_cache, given.get("rotary_cos"), given.get("rotary_sin"),
+                given["cache_seqlens"], given.get("cache_leftpad"), given.get("cache_batch_idx"),
+                given.get("block_table"), given.get("rotary_interleaved", True), causal,
+            )  # fmt: skip
+            assert error_of(given["k_cache"], case.key_cache).maximum < 1e-5
+            assert error_of(given["v_cache"], case.value_cache).maximum == 0.0
+            if rotary:
+                assert error_of(turned.transpose(1, 2), case.query).maximum < 1e-5
