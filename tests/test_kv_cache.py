@@ -98,8 +98,8 @@ def operator_arguments(seed: int, **options) -> tuple[tuple, tuple]:
         given[name].transpose(1, 2) for name in ("q", "k", "v", "k_cache", "v_cache")
     )
     lengths, table = given["cache_seqlens"], given.get("block_table")
-    append = (query, key, value, key_cache, value_cache, given.get("rotary_cos"), given.get("rotary_sin"), lengths, None,
-              None, table, True, True)  # fmt: skip
+    angles = given.get("rotary_cos"), given.get("rotary_sin")
+    append = (query, key, value, key_cache, value_cache, *angles, lengths, None, None, table, True, True)
     decode = (query, key_cache, value_cache, None, None, None, lengths, None, None, table, 0.2, True, True, 0, -1, -1,
               0.0, 0, 3, True)  # fmt: skip
     return append, decode

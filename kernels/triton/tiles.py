@@ -311,5 +311,6 @@ def choose_decode(family_name: str, itemsize: int, head_dim_padded: int, block_m
     """The tile of the decoding kernel for block_m rows and the larger of head_dim and head_dim_v, padded."""
     for largest, (block_n, num_warps, num_stages, programs) in _DECODE[family_name][itemsize].items():
         if head_dim_padded <= largest:
+            num_warps *= 2 if block_m >= 64 else 1  # four have no registers for as many rows
             return DecodeTile(block_m, block_n, num_warps, num_stages, programs)
     raise ValueError(f"no tile for decoding at head_dim {head_dim_padded} (largest: 256)")

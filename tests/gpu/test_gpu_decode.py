@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import Call, check, random_call, simple_call
+from append_cases import append_call
+from common import Call, check, error_of, random_call, simple_call
 from decode_cases import CacheCall, cache_call, random_cache_call
 
 RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "500"))
@@ -281,3 +282,94 @@ def test_another_device_than_the_current(plugin):
         expected = F.scaled_dot_product_attention(query, key, key)
     with torch.cuda.device(0), plugin.sdpa_backend("triton"):
         assert torch.equal(F.scaled_dot_product_attention(query, key, key), expected)
+
+
+# ------------------------------------------------------------------------------------------------- kv_cache.attend
+
+
+@pytest.mark.parametrize("where", ["plain", "batch_index", "pages"])
+@pytest.mark.parametrize("rotary", ["", "interleaved", "halves"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_adding_to_the_cache(device, where, rotary, causal):
+    from torch_flashbackend import kv_cache
+
+    for seed, (queries, new, head_dim) in enumerate([(1, 1, 128), (3, 20, 64), (17, 17, 80), (1, 2, 40)]):
+        case = append_call(
+            seed, device=device, where=where, rotary=rotary, causal=causal, leftpad=seed % 2 == 1, queries=queries,
+            new=new, head_dim=head_dim,
+        )  # fmt: skip
+        arguments = case.arguments
+        out = kv_cache.attend(**arguments)
+        assert error_of(arguments["k_cache"], case.key_cache).maximum < 1e-5
+        assert error_of(arguments["v_cache"], case.value_cache).maximum == 0.0
+        names = ("cache_batch_idx", "block_table", "cache_leftpad", "causal")
+        rest = {name: arguments[name].cpu() if isinstance(arguments[name], Tensor) else arguments[name]
+                for name in names if name in arguments}  # fmt: skip
+        lengths = arguments["cache_seqlens"].cpu() + new
+        caches = case.query.cpu(), case.key_cache.cpu(), case.value_cache.cpu()
+        expected = kv_cache.attend(*caches, cache_seqlens=lengths, **rest)
+        assert error_of(out.cpu(), expected).maximum < 2e-5
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("page", [0, 16, 256])
+def test_generating_step_by_step_in_a_graph(device, page):
+    """One graph of a step, replayed: the cache grows, the lengths with it, as in a server."""
+    from torch_flashbackend import kv_cache
+
+    generator = torch.Generator(device=device).manual_seed(0)
+    batch, capacity, steps = 3, 1024, 30
+    shape = (batch * capacity // page + 1, page, 2, 128) if page else (batch, capacity, 2, 128)
+    caches = [torch.randn(shape, device=device, dtype=BFLOAT, generator=generator) for _ in range(2)]
+    copies = [cache.clone() for cache in caches]
+    table = None
+    if page:
+        pages = batch * capacity // page
+        table = torch.randperm(pages, device=device, generator=generator).int().view(batch, -1)
+    query, key, value = (torch.randn(batch, 1, heads, 128, device=device, dtype=BFLOAT) for heads in (8, 2, 2))
+    cos, sin = (torch.randn(capacity, 64, device=device, dtype=BFLOAT, generator=generator) for _ in range(2))
+    lengths = torch.tensor([100, 7, 513], dtype=torch.int32, device=device)
+
+    def step(caches: list[Tensor], lengths: Tensor) -> Tensor:
+        return kv_cache.attend(
+            query, *caches, key, value, cos, sin, cache_seqlens=lengths, block_table=table, causal=True
+        )
+
+    step([cache.clone() for cache in caches], lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(caches, lengths)
+        lengths += 1
+    own = torch.tensor([100, 7, 513], dtype=torch.int32, device=device)
+    lengths.copy_(own)
+    for _ in range(steps):
+        for tensor in (query, key, value):
+            tensor.normal_(generator=generator)
+        expected = step(copies, own)
+        own += 1
+        graph.replay()
+        assert torch.equal(captured, expected)
+    assert all(torch.equal(cache, copy) for cache, copy in zip(caches, copies)) and torch.equal(lengths, own)
+
+
+@pytest.mark.cuda_only
+def test_a_long_prompt_over_pages(device):
+    """Many queries: several tiles of rows, the causal mask at the end of the keys."""
+    for features in (("used", "causal", "pages"), ("used", "causal", "leftpad"), ("used", "window", "pages")):
+        for queries in (100, 700):
+            call = cache_call(
+                5, features, dtype=BFLOAT, device=device, queries=queries, keys=1500, head_dim=128, page=64
+            )
+            check({"out": run_cache(call)[0]}, call.expected(), None, call.note)
+
+
+@pytest.mark.cuda_only
+def test_attend_compiled(device):
+    from torch_flashbackend import kv_cache
+
+    torch._dynamo.reset()
+    compiled = torch.compile(kv_cache.attend, fullgraph=True)
+    for seed in range(3):
+        case, other = (append_call(seed, device=device, dtype=BFLOAT, where="pages") for _ in range(2))
+        assert torch.equal(compiled(**case.arguments), kv_cache.attend(**other.arguments))
+        assert torch.equal(case.arguments["k_cache"], other.arguments["k_cache"])

@@ -191,9 +191,8 @@ def test_adding_to_the_cache(where, rotary):
     """The kernels of attend, which on CPU tensors runs plain PyTorch."""
     for seed, causal in enumerate((False, True)):
         for queries, new in ((1, 1), (3, 20)):
-            case = append_call(
-                seed, where=where, rotary=rotary, causal=causal, leftpad=seed == 1, queries=queries, new=new
-            )
+            options = {"where": where, "rotary": rotary, "causal": causal, "queries": queries, "new": new}
+            case = append_call(seed, leftpad=seed == 1, **options)
             given = case.arguments
             query, key, value, key_cache, value_cache = (
                 given[name].transpose(1, 2) for name in ("q", "k", "v", "k_cache", "v_cache")
