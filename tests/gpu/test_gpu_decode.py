@@ -357,9 +357,8 @@ def test_a_long_prompt_over_pages(device):
     """Many queries: several tiles of rows, the causal mask at the end of the keys."""
     for features in (("used", "causal", "pages"), ("used", "causal", "leftpad"), ("used", "window", "pages")):
         for queries in (100, 700):
-            call = cache_call(
-                5, features, dtype=BFLOAT, device=device, queries=queries, keys=1500, head_dim=128, page=64
-            )
+            sizes = {"queries": queries, "keys": 1500, "head_dim": 128, "page": 64}
+            call = cache_call(5, features, dtype=BFLOAT, device=device, **sizes)
             check({"out": run_cache(call)[0]}, call.expected(), None, call.note)
 
 
