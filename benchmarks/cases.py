@@ -27,6 +27,7 @@ MASKS = {
     "prefix": "bool_mask",  # [B, 1, Sq, Sk], causal but for the first quarter of the keys, which all see
     "window": "bool_mask",  # [1, 1, Sq, Sk], the 256 keys up to the query's own
     "documents": "bool_mask",  # [1, 1, Sq, Sk], eight documents of equal length
+    "static_cache": "bool_mask",  # [B, 1, Sq, Sk], the last queries of the first 1,000 keys in 8,192
     "lowest_causal": "float_mask",  # [B, 1, Sq, Sk], causal as zeros and the lowest finite number, as models make it
     "bias": "float_mask",  # [1, H, Sq, Sk], a position bias in query's dtype
     "batch_bias": "float_mask",  # [B, 1, Sq, Sk]
@@ -169,6 +170,9 @@ def _make_mask(case: Case, device: torch.device | str, generator: torch.Generato
         return ((columns <= rows) & (columns > rows - 256))[None, None]
     if case.mask == "documents":
         return (rows * 8 // case.seqlen_q == columns * 8 // case.seqlen_k)[None, None]
+    if case.mask == "static_cache":
+        used = max(case.seqlen_q, case.seqlen_k * 1000 // 8192)
+        return (columns <= rows + (used - case.seqlen_q)).expand(case.batch, 1, -1, -1).contiguous()
     if case.mask == "lowest_causal":
         dtype = DTYPES[case.dtype]
         return torch.zeros(causal.shape, dtype=dtype, device=device).masked_fill(~causal, torch.finfo(dtype).min)
@@ -286,12 +290,23 @@ def special() -> list[Case]:
         for batch, length in ((1, 64), (4, 256), (8, 1024), (4, 2048))
         for mask in ("padding", "padding_causal", "bias", "bias_grad")
     ]
-    cases += [
-        Case("decode", batch, 32, 1, length, 128, kv_heads=8, training=False)
-        for batch, length in ((1, 1024), (1, 8192), (1, 65536), (8, 8192), (64, 1024), (64, 8192))
-    ]
-    cases += [
-        Case("decode", 8, 32, 1, 8192, 128, kv_heads=8, mask="padding", training=False),
-        Case("decode", 8, 16, 1, 4096, 64, mask="padding", training=False),
-    ]
+    return cases + decode()
+
+
+def decode() -> list[Case]:
+    """Few queries over long keys and values, 32 query heads: what generating text runs, bound by reading the cache."""
+
+    def case(batch: int, length: int, head_dim: int = 128, kv_heads: int = 8, rows: int = 1, mask: str | None = None):
+        return Case("decode", batch, 32, rows, length, head_dim, kv_heads=kv_heads, mask=mask, training=False)
+
+    cases = [case(batch, length) for batch in (1, 8, 64) for length in (1024, 8192, 32768)]
+    cases += [case(1, 131072), case(8, 131072)]
+    cases += [case(batch, length, kv_heads=kv_heads) for kv_heads in (32, 1) for batch, length in
+              ((1, 1024), (1, 8192), (1, 131072), (8, 8192), (64, 1024))]  # fmt: skip
+    cases += [case(batch, length, head_dim) for head_dim in (64, 256) for batch, length in
+              ((1, 1024), (1, 8192), (1, 131072), (8, 8192), (64, 1024))]  # fmt: skip
+    cases += [case(batch, length, rows=rows) for rows in (2, 4, 8) for batch, length in
+              ((1, 1024), (1, 8192), (8, 8192), (64, 1024))]  # fmt: skip
+    cases += [case(batch, 8192, rows=rows, mask="static_cache") for batch, rows in ((1, 1), (8, 1), (64, 1), (8, 4))]
+    cases += [case(8, 8192, mask="padding"), case(8, 4096, 64, 16, mask="padding")]
     return cases

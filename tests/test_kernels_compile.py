@@ -325,3 +325,84 @@ def test_families():
     for name, capabilities in expected.items():
         assert {tiles.family("cuda", capability) for capability in capabilities} == {name}
     assert tiles.family("hip", "gfx942") == "gfx942"
+
+
+# ------------------------------------------------------------------------------------------------------------- decoding
+
+
+def decoding(target: GPUTarget, *, batch=1, heads=32, kv_heads=8, queries=1, keys=8192, head_dim=128, head_dim_v=None,
+             dtype=torch.bfloat16, mask=None, page=0, pad=0, **options):  # fmt: skip
+    """The decoding kernel for one call; mask: shape and dtype; page: keys in a page, 0 without pages."""
+    from torch_flashbackend.kernels.triton import kv_cache
+
+    def tensor(outer: int, rows: int, columns: int, first: int = batch) -> Tensor:
+        return torch.empty(first, outer, rows, columns + pad, dtype=dtype, device="meta")[..., :columns]
+
+    shape = (kv_heads, page or keys)
+    key = tensor(*shape, head_dim, keys // page if page else batch)
+    value = tensor(*shape, head_dim_v or head_dim, key.size(0))
+    if page:
+        options["block_table"] = torch.empty(batch, keys // page, dtype=torch.int32, device="meta")
+    query, out = (tensor(heads, queries, size) for size in (head_dim, head_dim_v or head_dim))
+    attn_mask = None if mask is None else torch.empty(mask[0], dtype=mask[1], device="meta")
+    causal = options.pop("causal", False)
+    plan = kv_cache.plan_of(query, key, value, out, None, 0.1, kv_cache.DecodeOptions(**options), attn_mask, causal,
+                            target=target)  # fmt: skip
+    return plan.launch.compile(target)
+
+
+def integers(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device="meta")
+
+
+DECODING = {
+    "plain": {},
+    "one key head": {"kv_heads": 1, "queries": 2},
+    "unsplit": {"batch": 256},
+    "64 columns": {"head_dim": 64, "dtype": torch.float16},
+    "256 columns": {"head_dim": 256},
+    "80 columns": {"head_dim": 80, "head_dim_v": 64},
+    "unaligned": {"pad": 1, "keys": 1000},
+    "float32": {"dtype": torch.float32},
+    "bool mask": {"mask": ((1, 1, 1, 8192), torch.bool)},
+    "float mask": {"mask": ((1, 32, 4, 8192), torch.bfloat16), "queries": 4},
+    "lengths": {"seqused_k": integers(1), "leftpad_k": integers(1), "bottom_right": True, "causal": True},
+    "large pages": {"page": 256, "seqused_k": integers(1)},
+    "small pages": {"page": 16, "seqused_k": integers(1), "bottom_right": True, "window_left": 100},
+    "natural units": {"softcap": 30.0, "alibi_slopes": torch.empty(32, device="meta")},
+    "sinks": {"sinks": torch.empty(32, device="meta")},
+}
+
+
+def some_decoding() -> list[Any]:
+    """Every kind for sm_90, each other target with some of them, every head_dim and element size included."""
+    found = [("sm_90", name) for name in DECODING]
+    for number, target in enumerate(name for name in TARGETS if name != "sm_90"):
+        found += [(target, name) for index, name in enumerate(DECODING) if (index + number) % 6 == 0 or
+                  name in ("256 columns", "float32")]  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(("name", "kind"), some_decoding())
+def test_decoding_compiles(name, kind):
+    result = decoding(TARGETS[name], **DECODING[kind])
+    check(result, TARGETS[name])
+    text = assembly(result)
+    assert TENSOR_CORES.search(text)
+    if TARGETS[name].backend == "cuda":
+        # What one program leaves the others see: released and acquired by the same atomic.
+        assert ("atom.global.gpu.acq_rel" in text) == (kind != "unsplit")
+        if kind != "unaligned":  # keys and values come by asynchronous copies of 16 bytes
+            assert "cp.async.cg.shared.global" in text
+            assert re.search(r"local_depot|\.local ", text) is None
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("family_name", tiles.SHARED_MEMORY)
+def test_tiles_of_decoding_are_valid(family_name, itemsize):
+    for head_dim in (16, 64, 128, 256):
+        tile = tiles.choose_decode(family_name, itemsize, head_dim, 16)
+        assert is_power_of_two(tile.block_n) and tile.block_n >= 16 and tile.programs >= 1
+        assert is_power_of_two(tile.num_warps) and tile.num_stages >= 1
+    with pytest.raises(ValueError):
+        tiles.choose_decode(family_name, itemsize, 512, 16)

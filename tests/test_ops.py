@@ -632,7 +632,8 @@ def test_launches_are_counted_until_they_are_reset():
         """,
         TRITON_INTERPRET="1",
     )
-    counts = [("attention_backward_key_value", 1), ("attention_backward_query", 1), ("attention_forward", 2)]
+    counts = [("attention_backward_key_value", 1), ("attention_backward_query", 1)]
+    counts += [("attention_decode", 1), ("attention_forward", 1)]  # few queries; a logsumexp for the backward
     assert out.splitlines() == [str(counts), "{}"]
 
 

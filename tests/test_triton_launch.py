@@ -72,6 +72,47 @@ def test_a_stream_of_another_device_than_the_current(launched, monkeypatch):
             pass
 
     monkeypatch.setattr(torch.cuda, "device", Device)
-    query = torch.empty(1, 1, 16, 16, dtype=torch.float16)
+    query = torch.empty(1, 1, 32, 16, dtype=torch.float16)
     attention.forward(query, query, query, None, None, 0.0, False, 1.0, torch.empty_like(query), None, False)
     assert entered == [0] and [call[:2] for call in launched] == [("attention_forward", 88)]
+
+
+def test_arguments_of_decoding(launched):
+    """Pointers in the kernel's order, one launch, as many programs as splits and key heads; counters of this stream."""
+    query, key, value, out = (torch.empty(2, heads, length, 64, dtype=torch.float16)
+                              for heads, length in ((6, 1), (3, 5000), (3, 5000), (6, 1)))  # fmt: skip
+    mask = torch.ones(2, 1, 1, 5000, dtype=torch.bool)
+    attention.forward(query, key, value, mask, None, 0.0, False, 0.125, out, None, False)
+    attention.forward(query, key, value, None, None, 0.0, False, 0.125, out, None, False)
+    (plain,) = (plan for key_, plan in attention._plans.items() if plan.launch._description[2]["MASK"] == 0)
+    for attn_mask in (mask, None):
+        name, stream, arguments = launched.pop(0)
+        assert (name, stream) == ("attention_decode", 77)
+        assert list(arguments[:3]) == [query.data_ptr(), key.data_ptr(), value.data_ptr()]
+        assert arguments[3] == (None if attn_mask is None else attn_mask.data_ptr())
+        assert arguments[4:10] == (None,) * 6  # no sinks, slopes, lengths or pages
+        assert arguments[10:12] == (out.data_ptr(), None)
+        assert None not in arguments[12:14] and arguments[14:18] == query.stride()
+    assert plain.splits > 1 and plain.launch._grid == plain.splits * 6
+
+
+def test_a_growing_cache_compiles_nothing_new(launched):
+    """Lengths change sizes and strides, and of what a kernel is compiled for at most whether its last tile is whole."""
+    described = set()
+    for length in range(2000, 2064):
+        query, key = (torch.empty(1, heads, rows, 64, dtype=torch.float16) for heads, rows in ((4, 1), (2, length)))
+        attention.forward(query, key, key, None, None, 0.0, False, 1.0, torch.empty_like(query), None, False)
+        (plan,) = attention._plans.values()
+        _, types, constants, divisors, tile = plan.launch._description
+        described.add((*types.items(), *constants.items(), *sorted(divisors.items()), tile))
+        attention._plans.clear()
+    assert len(described) <= 2
+
+
+@pytest.mark.parametrize("queries", [1, 16, 17])
+@pytest.mark.parametrize("logsumexp", [False, True])
+def test_which_kernel_runs(launched, queries, logsumexp):
+    query, key = (torch.empty(1, 2, length, 64, dtype=torch.float16) for length in (queries, 100))
+    statistics = torch.empty(1, 2, queries) if logsumexp else None
+    attention.forward(query, key, key, None, None, 0.0, False, 1.0, torch.empty_like(query), statistics, False)
+    assert launched[0][0] == ("attention_decode" if queries <= 16 and not logsumexp else "attention_forward")

@@ -32,6 +32,7 @@ __all__ = [
     "current_stream",
     "launch",
     "load_function",
+    "zeros",
 ]
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
@@ -160,10 +161,12 @@ def load_function(binary: Binary, name: str, device_index: int, shared_bytes: in
 
 def _after_fork() -> None:
     """Nothing of the parent's driver is of any use in a child, and its locks may be held by threads that are gone."""
-    global _lock
-    _lock = threading.Lock()
+    global _lock, _zeros_lock
+    _lock, _zeros_lock = threading.Lock(), threading.Lock()
     _functions.clear()
     _of_stream.clear()
+    _zeros_of_stream.clear()
+    _zeros_left.clear()
     _unused.clear()
 
 
@@ -288,23 +291,54 @@ def _new_slot(device_index: int) -> int:
     try:
         return slots.pop()
     except IndexError:
-        slots.extend(_allocate_zeros(device_index))
+        address = _allocate_zeros(device_index, _SLOTS * _SLOT_BYTES)
+        slots.extend(address + slot * _SLOT_BYTES for slot in range(_SLOTS))
         return slots.pop()
 
 
-def _allocate_zeros(device_index: int) -> list[int]:
-    """A new block of slots, 64 KB, which is never freed. A stream of its own, so that no capture sees it."""
+_zeros_of_stream: dict[tuple[int, int], tuple[int, int]] = {}
+_zeros_left: dict[int, tuple[int, int]] = {}
+_zeros_lock = threading.Lock()
+
+
+def zeros(device_index: int, stream: int, size: int) -> int:
+    """As ``counters``, with room for as many bytes as asked for."""
+    if _is_capturing():
+        return _new_zeros(device_index, size)
+    if stream == _STREAM_PER_THREAD:
+        stream = -threading.get_ident()
+    found = _zeros_of_stream.get((device_index, stream))
+    if found is None or found[1] < size:
+        # The smaller one is not freed: launches on their way may still count in it.
+        size = max(2048, 1 << (size - 1).bit_length())
+        found = _zeros_of_stream[device_index, stream] = _new_zeros(device_index, size), size
+    return found[0]
+
+
+def _new_zeros(device_index: int, size: int) -> int:
+    """The next bytes of a block of zeros, at a multiple of 128."""
+    size = -(-size // 128) * 128
+    with _zeros_lock:
+        address, left = _zeros_left.get(device_index, (0, 0))
+        if left < size:
+            left = max(size, 2**20)
+            address = _allocate_zeros(device_index, left)
+        _zeros_left[device_index] = address + size, left - size
+    return address
+
+
+def _allocate_zeros(device_index: int, size: int) -> int:
+    """A new block of zeros, which is never freed. A stream of its own, so that no capture sees it."""
     cuda = _library()
     bind_context(device_index)
     memory, stream = ctypes.c_uint64(), _Pointer()
     with _relaxed_capture():
-        size = _SLOTS * _SLOT_BYTES
         _check("cuMemAlloc", cuda.cuMemAlloc_v2(ctypes.byref(memory), ctypes.c_size_t(size)))
         _check("cuStreamCreate", cuda.cuStreamCreate(ctypes.byref(stream), _STREAM_NON_BLOCKING))
         code = cuda.cuMemsetD8Async(memory, ctypes.c_ubyte(0), ctypes.c_size_t(size), stream)
         _check("cuMemsetD8Async", code or cuda.cuStreamSynchronize(stream))
         cuda.cuStreamDestroy_v2(stream)
-    return [memory.value + slot * _SLOT_BYTES for slot in range(_SLOTS)]
+    return memory.value
 
 
 # --------------------------------------------------------------------------------------------------------------- launch

@@ -179,13 +179,15 @@ def _compile_triton(problem: Problem, only: str) -> tuple[str, ...]:
         raise KernelUnavailable(f"Triton is not installed: {error}") from error
     name = problem.architecture
     target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[3:]), 32)
-    # How many batches and heads there are is no matter of the compiler's.
-    group = problem.num_heads // problem.num_kv_heads
-    query = torch.empty(1, group, problem.seqlen_q, problem.head_dim, dtype=problem.query_dtype)
-    key, value = (
-        torch.empty(1, 1, problem.seqlen_k, size, dtype=problem.query_dtype)
-        for size in (problem.head_dim, problem.head_dim_v)
-    )
+    # How many batches and heads there are decides whether decoding splits keys; else it is no matter of the compiler's.
+    batch, kv_heads = (1, 1) if problem.requires_grad else (problem.query_shape[0], problem.num_kv_heads)
+    heads = kv_heads * (problem.num_heads // problem.num_kv_heads)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=problem.query_dtype, device="cpu" if problem.requires_grad else "meta")
+
+    query = empty(batch, heads, problem.seqlen_q, problem.head_dim)
+    key, value = (empty(batch, kv_heads, problem.seqlen_k, size) for size in (problem.head_dim, problem.head_dim_v))
     compiled = attention.compile_for(
         target, query, key, value, is_causal=problem.is_causal, scale=reference.default_scale(problem.head_dim),
         logsumexp=problem.requires_grad, backward=only != FORWARD, only=only,

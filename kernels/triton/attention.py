@@ -20,6 +20,7 @@ from . import forward as forward_kernels
 from .common import MASK_BOOL as _BOOL
 from .common import MASK_FLOAT as _FLOAT
 from .common import MASK_NONE as _NONE
+from .decode_plan import DecodePlan, suits
 from .launch import Launch, TensorMap, device_target
 from .mask_plan import MaskTiles, worth_listing
 from .tiles import choose, family
@@ -318,10 +319,22 @@ def forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, 
     rest = (mask is None, dropout_p, is_causal, scale, logsumexp is None, allow_tf32)
     plan = _plans.find(rest, tensors)
     if plan is None:
-        plan = _plans.look_up(rest, tensors, lambda: _ForwardPlan(
+        plan = _plans.look_up(rest, tensors, lambda: _plan_of_forward(
             query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32))
+    if type(plan) is DecodePlan:
+        plan(query, key, value, mask, out)
+        return
     lists = None if plan.mask_tiles is None else plan.mask_tiles.make(mask)
     plan.attention(query, key, value, mask, lists, dropout_seed, out, logsumexp, _low_part(logsumexp))
+
+
+def _plan_of_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32,
+                     target=None):
+    """Of a few queries that nobody differentiates, the kernel that splits the keys; otherwise the one of all sizes."""
+    if logsumexp is None and dropout_p == 0.0 and suits(query, value):
+        call = _Call(query, key, value, mask, 0.0, is_causal, scale, (query, key, value, out), allow_tf32, target)
+        return DecodePlan(call, query, key, value, mask, scale, out, None)
+    return _ForwardPlan(query, key, value, mask, seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32, target)
 
 
 def _low_part(logsumexp: torch.Tensor | None) -> torch.Tensor | None:
@@ -478,14 +491,14 @@ def compile_for(target, query, key, value, mask=None, *, dropout_p=0.0, is_causa
                 backward=True, mask_gradient=False, allow_tf32=False, only=None) -> dict:
     """Compile what a call would launch on a target (``GPUTarget("cuda", 90, 32)``), without such a GPU: {name: kernel}.
 
-    The tensors may lie on the CPU; their sizes decide head dimensions and which bounds are checked, nothing else.
-    ``only`` names one kernel.
+    The tensors may lie on the CPU or be "meta"; their sizes decide head dimensions, which bounds are checked and, of
+    decoding, whether keys are split. ``only`` names one kernel: "attention_forward" is any forward's.
     """
-    out = torch.empty((*query.shape[:3], value.size(3)), dtype=query.dtype)
+    out = torch.empty((*query.shape[:3], value.size(3)), dtype=query.dtype, device=query.device)
     statistics = (2, *query.shape[:3]) if mask is not None and mask.dtype != torch.bool else query.shape[:3]
     lse = torch.empty(statistics) if logsumexp else None
     seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
-    plan = _ForwardPlan(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, allow_tf32, target)
+    plan = _plan_of_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, allow_tf32, target)
     launches = plan.launches
     if backward:
         grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
@@ -493,4 +506,5 @@ def compile_for(target, query, key, value, mask=None, *, dropout_p=0.0, is_causa
         plan = _BackwardPlan(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, grad_out, *grads,
                               mask_gradient, query.size(2), allow_tf32, target)
         launches += plan.launches
-    return {launch.name: launch.compile(target) for launch in launches if only in (None, launch.name)}
+    names = {None: None, "attention_forward": ("attention_forward", "attention_decode")}.get(only, (only,))
+    return {launch.name: launch.compile(target) for launch in launches if names is None or launch.name in names}

@@ -13,6 +13,7 @@ code calls; ``torch.cuda.current_stream(device).cuda_stream`` is its slow equiva
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.bool: "*i1",
+    torch.int32: "*i32",
     torch.int64: "*i64",
 }
 
@@ -141,6 +143,17 @@ def compile_kernel(kernel, types: dict[str, str], constants: dict[str, Any], div
     return triton.compile(source, target=target, options=options)
 
 
+# Kernels on their devices: a call of another size is often the same kernel with other numbers, and asking Triton's
+# cache on disk takes milliseconds where a growing sequence brings a new size with each token.
+_loaded: dict[tuple, Any] = {}
+
+
+@functools.cache
+def _code(expression: str):
+    """Compiled Python: 60 us, and few expressions for many launches."""
+    return compile(expression, "<arguments of a launch>", "eval")
+
+
 class Launch:
     """One kernel with every argument but its pointers already in place.
 
@@ -184,8 +197,14 @@ class Launch:
         try:
             # Loading binds the kernel to the device that is current, so each device has Launches of its own.
             with torch.cuda.device(device):
-                self.compiled = self.compile(device_target(device))
-                self.compiled.run  # noqa: B018  loads the binary; raises where it does not fit the device
+                kernel, types, constants, divisors, tile = self._description
+                described = (tuple(part.items()) for part in (types, constants, divisors))
+                key = (kernel, *described, tile, device.index)
+                self.compiled = _loaded.get(key)
+                if self.compiled is None:
+                    self.compiled = self.compile(device_target(device))
+                    self.compiled.run  # noqa: B018  loads the binary; raises where it does not fit the device
+                    _loaded[key] = self.compiled
                 self._run = self._direct_launcher()
             self._arguments = self._packer()
         except torch.OutOfMemoryError:
@@ -249,7 +268,7 @@ class Launch:
             values.append(f"*map_{number}({value}, index)" if number in maps else value)
         scope = {f"map_{number}": tensor_map.arguments for number, tensor_map in maps.items()}
         scope |= {"index": self._device_index, "fixed": self._fixed}
-        return eval(f"lambda {', '.join(names)}: ({', '.join(values)}, *fixed)", scope)
+        return eval(_code(f"lambda {', '.join(names)}: ({', '.join(values)}, *fixed)"), scope)
 
     def _launch_described(self, tensors) -> None:
         """The slow way, which the interpreter and profilers (Triton's launch hooks) understand."""

@@ -17,6 +17,13 @@ class Tile:
     num_stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeTile(Tile):
+    """A tile of the decoding kernel, whose block_m comes from the call; programs: how many a multiprocessor runs."""
+
+    programs: int
+
+
 KERNELS = ("forward", "backward_query", "backward_key_value", "backward_mask")
 
 # Shared memory of one program in bytes: what each family's tiles must fit (CUDA programming guide, "Technical
@@ -275,3 +282,35 @@ def choose(kernel: str, family_name: str, itemsize: int, head_dim_padded: int, k
             if head_dim_padded <= largest:
                 return tile
     raise ValueError(f"no tile for {kernel} at head_dim {head_dim_padded} (largest: 512)")
+
+
+# {family: {bytes per element: {largest head_dim, padded: (keys, warps, stages, programs for each multiprocessor)}}}, of
+# the decoding kernel. What decides is how many bytes are on their way: (stages - 1) tiles of keys and values for each
+# program, of which an H200 wants 40 KB or more for each multiprocessor.
+_DECODE = {
+    "sm_90": {
+        2: {64: (128, 4, 3, 2), 128: (64, 4, 3, 2), 256: (32, 4, 3, 2)},
+        4: {64: (64, 4, 3, 2), 128: (32, 4, 3, 2), 256: (32, 4, 2, 1)},
+    },
+    "sm_80": {
+        2: {64: (64, 4, 3, 2), 128: (64, 4, 2, 2), 256: (32, 4, 2, 2)},
+        4: {64: (32, 4, 3, 2), 128: (32, 4, 2, 2), 256: (16, 4, 2, 2)},
+    },
+    "sm_86": {
+        2: {64: (64, 4, 3, 1), 128: (32, 4, 3, 1), 256: (32, 4, 2, 1)},
+        4: {64: (32, 4, 3, 1), 128: (32, 4, 2, 1), 256: (16, 4, 2, 1)},
+    },
+    "gfx942": {
+        2: {64: (64, 4, 2, 2), 128: (32, 4, 2, 2), 256: (32, 4, 1, 1)},
+        4: {64: (32, 4, 2, 2), 128: (16, 4, 2, 2), 256: (16, 4, 1, 1)},
+    },
+}
+
+
+def choose_decode(family_name: str, itemsize: int, head_dim_padded: int, block_m: int) -> DecodeTile:
+    """The tile of the decoding kernel for block_m rows and the larger of head_dim and head_dim_v, padded."""
+    for largest, (block_n, num_warps, num_stages, programs) in _DECODE[family_name][itemsize].items():
+        if head_dim_padded <= largest:
+            num_warps *= 2 if block_m >= 64 else 1  # four have no registers for as many rows
+            return DecodeTile(block_m, block_n, num_warps, num_stages, programs)
+    raise ValueError(f"no tile for decoding at head_dim {head_dim_padded} (largest: 256)")

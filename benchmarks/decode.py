@@ -1,0 +1,156 @@
+"""Decoding: a few queries over a long cache of keys and values, ours and PyTorch's kernels, in microseconds and TB/s.
+
+    python -m benchmarks.decode                              # about 4 minutes on an H200, writes benchmarks/results/
+    python -m benchmarks.decode --only "B1 H32/8 S1x8192"
+    python -m benchmarks.decode --device cpu --smoke --out /tmp/decode.json
+
+How a number comes about: a CUDA graph holds one call for each of as many sets of tensors as exceed the L2 cache
+(KEPT_BYTES), so that no call finds its keys cached and no launch waits for the CPU, as in a model that generates text.
+Contenders' graphs are replayed in turn, in an order rotated from round to round; a time is the median replay divided by
+the number of calls. TB/s counts what has to be read and written once: queries, outputs, and of keys and values those
+that any query sees. `eager_us` is what a call costs a program without graphs (harness.Meter.eager_times).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+
+from benchmarks import cases, contenders, harness
+from benchmarks.cases import Case, Inputs, make_inputs
+from benchmarks.harness import Budget, Meter, Results, Run, rotations, significant
+
+CONTENDERS = ("triton", "default", "flash", "cudnn")
+KEPT_BYTES = 192 * 2**20
+MOST_SETS = 256
+LARGEST_BYTES = 60 * 2**30
+
+
+def used_bytes(case: Case, inputs: Inputs) -> float:
+    """What a call must move: case.bytes without the keys and values that the mask hides from every query."""
+    if inputs.attn_mask is None:
+        return case.bytes
+    seen = inputs.attn_mask if inputs.attn_mask.dtype == torch.bool else inputs.attn_mask > -math.inf
+    share = seen.any(-2).float().mean().item()
+    queries = 2 * case.batch * case.heads * case.seqlen_q * (case.head_dim + case.head_dim_v)
+    return queries + (case.bytes - queries) * share
+
+
+class Recorded:
+    """One call for each set of tensors, as a CUDA graph (on a CPU: as a loop)."""
+
+    def __init__(self, name: str, case: Case, sets: list[Inputs], device: torch.device) -> None:
+        self.context = contenders.context_of(name, device)
+        self.calls = [contenders.prepare_sdpa(case, inputs, None, self.context).forward.call for inputs in sets]
+        self.graph = None
+        if device.type != "cuda":
+            return
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream), self.context():
+            for call in self.calls[:3]:
+                call()
+        torch.cuda.synchronize(device)
+        self.graph = torch.cuda.CUDAGraph()
+        with self.context(), torch.cuda.graph(self.graph):
+            for call in self.calls:
+                call()
+
+    def run(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        with self.context():
+            for call in self.calls:
+                call()
+
+
+def replay_times(recorded: dict[str, Recorded], device: torch.device, rounds: int) -> dict[str, float]:
+    """Median microseconds for each call, by contender, their replays taking turns."""
+    cuda = device.type == "cuda"
+    samples: dict[str, list[float]] = {name: [] for name in recorded}
+    for item in recorded.values():
+        item.run()
+    for order in rotations(list(recorded), rounds):
+        events = {}
+        for name in order:
+            if not cuda:
+                start = time.perf_counter()
+                recorded[name].run()
+                samples[name].append(1e6 * (time.perf_counter() - start))
+                continue
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            recorded[name].run()
+            end.record()
+            events[name] = start, end
+        if cuda:
+            torch.cuda.synchronize(device)
+            for name, (start, end) in events.items():
+                samples[name].append(1e3 * start.elapsed_time(end))
+    calls = len(next(iter(recorded.values())).calls)
+    return {name: statistics.median(times) / calls for name, times in samples.items()}
+
+
+def measure_case(case: Case, meter: Meter, rounds: int, smoke: bool) -> dict[str, Any]:
+    """A row of JSON: microseconds, TB/s and eager microseconds of every contender, and how far ours is from stock."""
+    device = meter.device
+    first = make_inputs(case, device, training=False)
+    moved = used_bytes(case, first)
+    number = 2 if smoke else max(2, min(MOST_SETS, math.ceil(KEPT_BYTES / moved), int(LARGEST_BYTES // case.bytes)))
+    sets = [first, *(make_inputs(case, device, training=False, seed=seed) for seed in range(1, number))]
+    row: dict[str, Any] = {"label": case.label, "case": case.to_json(), "sets": number, "bytes": moved, "refused": {}}
+    recorded: dict[str, Recorded] = {}
+    for name in CONTENDERS:
+        try:
+            recorded[name] = Recorded(name, case, sets, device)
+        except RuntimeError as error:
+            row["refused"][name] = str(error).splitlines()[0][:160]
+    again = "default" if "default" in recorded else next(iter(recorded))
+    times = replay_times(recorded | {"again": recorded[again]}, device, rounds)
+    row["again"] = significant(times.pop("again") / times[again], 4)
+    row["us"] = {name: significant(us, 4) for name, us in times.items()}
+    row["tb_per_s"] = {name: significant(moved / us * 1e-6, 4) for name, us in times.items()}
+    eager = {name: Run(recorded[name].calls[0], recorded[name].context) for name in ("triton", "default")
+             if name in recorded}  # fmt: skip
+    row["eager_us"] = {name: significant(us, 4) for name, us in meter.eager_times(eager).items()}
+    if len(eager) == 2:
+        row["our_kernels"] = contenders.kernels_launched(eager["triton"])
+        row["difference"] = significant(contenders.difference(eager["triton"], eager["default"]), 3)
+    return row
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = harness.parser(__doc__.splitlines()[0], budget_s=240).parse_args(argv)
+    budget = Budget(arguments.budget)
+    wanted = arguments.only.split(",")
+    chosen = [case for case in cases.decode() if any(text in case.label for text in wanted)]
+    if arguments.smoke:
+        chosen = list({case.smaller(): None for case in chosen})
+    contenders.take_everything()
+    facts = harness.environment(arguments.device)
+    names = {**vars(arguments), "contenders": CONTENDERS}
+    results = Results(harness.results_path(arguments, facts, "decode"), "decode", facts, names)
+    meter = Meter(arguments.device, 2 if arguments.smoke else arguments.rounds, 0.2 if arguments.smoke else 4.0)
+    left = []
+    for case in chosen:
+        if budget.exhausted:
+            left.append(case.label)
+            continue
+        row = measure_case(case, meter, 2 if arguments.smoke else 2 * arguments.rounds + 1, arguments.smoke)
+        results.add(row)
+        shown = "  ".join(f"{name} {us} us {row['tb_per_s'][name]} TB/s" for name, us in row["us"].items())
+        harness.say(f"{case.label}: {shown}  eager {row['eager_us']}")
+        if meter.cuda:
+            torch.cuda.empty_cache()
+    results.finish(left)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
