@@ -40,6 +40,7 @@ _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.bool: "*i1",
+    torch.int32: "*i32",
     torch.int64: "*i64",
 }
 
