@@ -12,7 +12,7 @@ import random
 import torch
 from torch import Tensor
 
-from common import Call, Expected, Verdict, check, expect, expect_logsumexp
+from common import Call, Expected, Verdict, check, expect, expect_logsumexp, stock_results
 
 
 @dataclasses.dataclass
@@ -226,3 +226,32 @@ def random_varlen_call(seed: int, device: str, dtype: torch.dtype | None = None,
         bottom_right=rng.random() < 0.7, scale=rng.choice([None, None, 0.3, -0.2, 0.0]),
         softcap=rng.choice([0.0, 0.0, 0.0, 5.0]), note=f"random variable-length call {seed}",
     )  # fmt: skip
+
+
+def stock_results_varlen(call: VarlenCall, grad_out: Tensor | None) -> dict[str, dict[str, Tensor]]:
+    """What PyTorch's kernels answer, a sequence at a time, packed as the call; {} where it has more than a window."""
+    if call.softcap or call.alibi is not None or call.sinks is not None:
+        return {}
+    parts: dict[str, list] = {}
+    numbers = [n for n, length in enumerate(call.lengths_q) if length and call.sequence(n)[0].key.size(2)]
+    for number in numbers:
+        part, rows, keys = call.sequence(number)
+        seen = None if call.window == (-1, -1) else part.attn_mask == 0.0
+        plain = dataclasses.replace(part, attn_mask=seen)
+        grad = None if grad_out is None else grad_out[rows].transpose(0, 1).unsqueeze(0)
+        for kernel, results in stock_results(plain, grad).items():
+            parts.setdefault(kernel, []).append((rows, keys, results))
+    packed = {}
+    for kernel, found in parts.items():
+        if len(found) < len(numbers):
+            continue
+        heads = call.query.size(1)
+        shapes = {"out": call.query.new_zeros(call.query.size(0), heads, call.value.size(2))}
+        if grad_out is not None:
+            shapes |= {name: torch.zeros_like(tensor) for name, tensor in call.inputs().items()}
+        for rows, keys, results in found:
+            for name, where in (("out", rows), ("query", rows), ("key", keys), ("value", keys)):
+                if name in shapes:
+                    shapes[name][where] = _packed(results[name])
+        packed[kernel] = shapes
+    return packed

@@ -28,6 +28,8 @@ _MAX_PLANS = 4096
 _NO_WINDOW = 2**30
 # Up to here the longest tiles go first; finding the order takes time quadratic in the number of sequences.
 _MOST_SORTED = 4096
+# From here on a sequence's sums over queries are split (``varlen_backward.py``).
+LONG_SUM_ROWS = 4 * backward_kernels.SUM_ROWS.value
 _SCHEDULE = Tile(0, 0, 4, 1)
 _CHUNK = 256
 
@@ -37,8 +39,8 @@ class Options:
     """What a call is beside its tensors.
 
     window_left, window_right: how many keys before and after its own position a query sees, -1 for all. bottom_right:
-    the last query's position is the last key's; otherwise the first's the first's. softcap 0.0: none. num_sequences,
-    seqlen_q and seqlen_k: what cuts the rows where there is no cu_seqlens_q or cu_seqlens_k.
+    the last query's position is the last key's; otherwise the first's the first's. softcap 0.0: none. max_seqlen_q and
+    max_seqlen_k: how long all sequences are where there is no cu_seqlens_q or cu_seqlens_k, otherwise a bound, 0 for none.
     """
 
     scale: float
@@ -192,6 +194,9 @@ class _BackwardPlan:
         call = _PackedCall(query, key, value, options, extras, tensors, target)
         query_tile = call.tile("backward_query")
         key_tile = None if grad_key is None else call.tile("backward_key_value")
+        # Tiles of queries leave statistics for whole tiles of the other kernel.
+        assert key_tile is None or query_tile.block_m % key_tile.block_m == 0
+        assert _ALIGNMENT.value % query_tile.block_m == 0
         self.schedule = call.schedule(
             options, extras, query_tile.block_m, None if key_tile is None else key_tile.block_n
         )
@@ -226,7 +231,7 @@ class _BackwardPlan:
             self.key_value = _launch(
                 call, backward_kernels.varlen_backward_key_value, key_slots * call.kv_heads, key_tile, pointers,
                 key_strides, scalars | {"slots": ("i32", key_slots), "first_slot": ("i32", slots)},
-                {"LONG_SUM": rows > 4 * backward_kernels.SUM_ROWS.value},
+                {"LONG_SUM": rows > LONG_SUM_ROWS},
                 {"query": (key_tile.block_m, call.block_d), "grad_out": (key_tile.block_m, call.block_dv)},
                 torch.empty((1, 2, call.heads, self.pitch), device="meta"),
             )  # fmt: skip

@@ -16,22 +16,26 @@ from .common import LOG2E
 # One line of the schedule (``varlen_schedule.py``): what a program needs to know about its tile, 32 bytes.
 ENTRY = tl.constexpr(8)
 
-# Row statistics of each sequence begin at a multiple of this: 16 bytes, as the copy engine wants of a box of one row.
-STATISTICS_ALIGNMENT = tl.constexpr(4)
+# Row statistics of each sequence begin at a multiple of this, a multiple of every BLOCK_M, and so have room for whole
+# tiles.
+STATISTICS_ALIGNMENT = tl.constexpr(128)
 
 
 @triton.jit
-def load_entry(entries, slot):
-    """(tile, q_start, q_len, k_start, k_len, k_rows, sequence, statistics_start); zeros where nothing is to be done."""
+def load_entry(entries, slot, AGAIN: tl.constexpr = False):
+    """(tile, q_start, q_len, k_start, k_len, k_rows, sequence, statistics_start); zeros where nothing is to be done.
+
+    AGAIN: from memory, even if the program has loaded it before: registers that nobody needs in between are free.
+    """
     entry = entries + slot * ENTRY
-    tile = tl.load(entry)
-    q_start = tl.load(entry + 1)
-    q_len = tl.load(entry + 2)
-    k_start = tl.load(entry + 3)
-    k_len = tl.load(entry + 4)
-    k_rows = tl.load(entry + 5)
-    sequence = tl.load(entry + 6)
-    statistics_start = tl.load(entry + 7)
+    tile = tl.load(entry, volatile=AGAIN)
+    q_start = tl.load(entry + 1, volatile=AGAIN)
+    q_len = tl.load(entry + 2, volatile=AGAIN)
+    k_start = tl.load(entry + 3, volatile=AGAIN)
+    k_len = tl.load(entry + 4, volatile=AGAIN)
+    k_rows = tl.load(entry + 5, volatile=AGAIN)
+    sequence = tl.load(entry + 6, volatile=AGAIN)
+    statistics_start = tl.load(entry + 7, volatile=AGAIN)
     return tile, q_start, q_len, k_start, k_len, k_rows, sequence, statistics_start
 
 
@@ -65,11 +69,19 @@ def key_ranges(first_query, q_len, k_len, offset, window_left, window_right, BLO
 def in_window(position, key_index, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """Which keys are in the windows of queries at these positions; two index tensors that broadcast."""
     if HAS_LEFT and HAS_RIGHT:
-        return (key_index <= position + window_right) & (key_index >= position - window_left)
+        # One comparison: before the window's beginning the difference is a large unsigned number.
+        width = (window_left + window_right).to(tl.uint32)
+        return (key_index - (position - window_left)).to(tl.uint32, bitcast=True) <= width
     elif HAS_RIGHT:
         return key_index <= position + window_right
     else:
         return key_index >= position - window_left
+
+
+@triton.jit
+def any_nan(tile):
+    """Is there a NaN in a tile? For all threads of the program."""
+    return tl.max(tl.max((tile != tile).to(tl.int32), 1), 0) > 0
 
 
 @triton.jit

@@ -1,9 +1,10 @@
 """Variable-length attention forward: ``forward.py``'s method for sequences packed one after the other.
 
 One program computes BLOCK_M query rows of one head of one sequence; which, the schedule says (``varlen_schedule.py``).
-Key tiles outside of the causal or sliding window are not visited. Key and value tiles come from the packed tensors as
-they are: a tile that reaches past the end of its sequence brings rows of the next one, whose scores are replaced and
-whose values are cleared (0 times NaN is NaN).
+Key tiles outside of the causal or sliding window are not visited. The copy engine brings tiles as they lie in memory: one
+that reaches past the end of its sequence has rows of the next. Their probabilities are 0, and 0 times anything is 0 but
+for NaN and infinity: a program that has seen such rows and ends with a NaN computes once more, clearing them. That
+costs a look at the accumulator; clearing them always costs a third of such a tile's instructions.
 
     scores = softcap(scale * query @ key^T) - slope * |position - key|, -inf outside of the window
     out = softmax([scores, sink])[:-1] @ value, zeros for a query that sees no key
@@ -16,23 +17,26 @@ import triton
 import triton.language as tl
 
 from .common import LOG2E, as_operand, load_tile, store_tile, stream_tile
-from .varlen_common import in_window, key_ranges, load_entry, transform_scores
+from .varlen_common import any_nan, in_window, key_ranges, load_entry, transform_scores
 
 
 @triton.jit
 def _visit_keys(accumulator, row_max, row_sum, query_tile, begin, end, first, left_span, full_end, position, slope, key,
                 value, key_origin, kv_head, stride_kn, stride_kd, stride_vn, stride_vd, k_len, window_left,
                 window_right, scale, cap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-                BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, HAS_LEFT: tl.constexpr,
-                HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, UNIT_STRIDE: tl.constexpr,
-                TMA: tl.constexpr, PRECISION: tl.constexpr):
-    """The loop over the keys begin..end; PARTIAL: over spans of keys that some of the rows see (see key_ranges)."""
+                BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CLEAR: tl.constexpr,
+                HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+                UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
+    """The loop over the keys begin..end; PARTIAL: over spans of keys that some of the rows see (see key_ranges).
+
+    CLEAR: over the keys begin..end, with nothing left of rows past the last key.
+    """
     keys = tl.arange(0, BLOCK_N)
     TRANSFORMED: tl.constexpr = SOFTCAP or ALIBI
     PRECISE: tl.constexpr = query_tile.dtype == tl.float32
     for counter in tl.range(begin, end, BLOCK_N):
         start = counter
-        if PARTIAL:
+        if PARTIAL and not CLEAR:
             start += tl.where(counter < left_span, first, full_end - left_span) if HAS_LEFT else full_end
         key_tile = stream_tile(key, 0, kv_head, key_origin + start, keys, stride_kn, stride_kd, k_len, BLOCK_N, BLOCK_D,
                                HEAD_DIM, UNIT_STRIDE, PARTIAL, TMA)
@@ -60,7 +64,7 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, begin, end, first, le
         accumulator = accumulator * rescale[:, None]
         value_tile = stream_tile(value, 0, kv_head, key_origin + start, keys, stride_vn, stride_vd, k_len, BLOCK_N,
                                  BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)
-        if PARTIAL and TMA:
+        if CLEAR:
             value_tile = tl.where((key_index < k_len)[:, None], value_tile, 0.0)
         accumulator = tl.dot(as_operand(probabilities, value_tile.dtype, PRECISION), value_tile, accumulator,
                              input_precision=PRECISION)
@@ -118,14 +122,23 @@ def varlen_forward(
     accumulator, row_max, row_sum = _visit_keys(
         accumulator, row_max, row_sum, query_tile, full_begin, full_end, first, left_span, full_end, position, slope,
         key, value, key_origin, kv_head, stride_kn, stride_kd, stride_vn, stride_vd, k_len, window_left, window_right,
-        scale, cap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, False, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI,
-        UNIT_STRIDE, TMA, PRECISION)
+        scale, cap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, False, False, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+        ALIBI, UNIT_STRIDE, TMA, PRECISION)
     if partial_span > 0:
         accumulator, row_max, row_sum = _visit_keys(
             accumulator, row_max, row_sum, query_tile, 0, partial_span, first, left_span, full_end, position, slope,
             key, value, key_origin, kv_head, stride_kn, stride_kd, stride_vn, stride_vd, k_len, window_left,
-            window_right, scale, cap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, True, HAS_LEFT, HAS_RIGHT,
-            SOFTCAP, ALIBI, UNIT_STRIDE, TMA, PRECISION)
+            window_right, scale, cap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, True, False, HAS_LEFT,
+            HAS_RIGHT, SOFTCAP, ALIBI, UNIT_STRIDE, TMA, PRECISION)
+    if TMA:
+        if full_end + (partial_span - left_span) > k_len or full_begin > k_len:
+            if any_nan(accumulator):
+                accumulator, row_max, row_sum = _visit_keys(
+                    tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32),
+                    tl.zeros([BLOCK_M], tl.float32), query_tile, first, full_end + (partial_span - left_span), first,
+                    left_span, full_end, position, slope, key, value, key_origin, kv_head, stride_kn, stride_kd,
+                    stride_vn, stride_vd, k_len, window_left, window_right, scale, cap, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                    BLOCK_DV, BLOCK_N, True, True, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, UNIT_STRIDE, TMA, PRECISION)
 
     top = row_max if SOFTCAP or ALIBI else row_max * scale
     if SINKS:
