@@ -175,11 +175,22 @@ def run(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Ten
     if _torch.transforms_active():
         return reference_varlen.attention(query, key, value, *arguments)
     sinks = arguments[4]
-    if torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad or (sinks is not None and sinks.requires_grad)
-    ):
-        return _apply(query, key, value, *arguments)
-    return ops._below_autograd(_forward_op, _forward_cuda, query, key, value, *arguments)
+    try:
+        if torch.is_grad_enabled() and (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or (sinks is not None and sinks.requires_grad)
+        ):
+            return _apply(query, key, value, *arguments)
+        return ops._below_autograd(_forward_op, _forward_cuda, query, key, value, *arguments)
+    except KernelUnavailable as error:
+        _warn(error)
+    return reference_varlen.attention(query, key, value, *arguments)
+
+
+def _warn(error: Exception) -> None:
+    warnings.warn(f"torch_flashbackend: {error}; PyTorch operations compute this call", stacklevel=4)
 
 
 # -------------------------------------------------------------------------------------------------------------- outputs
@@ -225,13 +236,10 @@ def _forward_cuda(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) ->
         sinks = arguments[4]
         logsumexp.fill_(-math.inf) if sinks is None else logsumexp.copy_(sinks.unsqueeze(1).expand_as(logsumexp))
         return out.zero_(), logsumexp
-    if takes(query, value):
-        try:
-            _kernels().forward(query, key, value, *_split(query, key, arguments), out, logsumexp)
-            return out, logsumexp
-        except KernelUnavailable as error:
-            _warn(error)
-    return _forward_math(query, key, value, *arguments)
+    if not takes(query, value):
+        return _forward_math(query, key, value, *arguments)
+    _kernels().forward(query, key, value, *_split(query, key, arguments), out, logsumexp)
+    return out, logsumexp
 
 
 def _backward_cuda(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
@@ -245,32 +253,24 @@ def _backward_cuda(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, 
             torch.zeros_like(like) if wanted else query.new_empty(0)
             for like, wanted in zip((query, key, value, sinks), output_mask, strict=True)
         )
-    if takes(query, value):
-        grad_query = torch.empty_like(query) if needs_query else None
-        grad_key, grad_value = (torch.empty_like(key), torch.empty_like(value)) if both else (None, None)
-        if grad_out.stride(2) != 1:  # the gradient of a sum is expanded, say: no vector loads without a copy
-            grad_out = grad_out.contiguous()
-        if logsumexp.stride(1) != 1:
-            logsumexp = logsumexp.contiguous()
-        try:
-            grad_sinks = _kernels().backward(
-                grad_out, query, key, value, *_split(query, key, tuple(rest)), out, logsumexp, grad_query, grad_key,
-                grad_value,
-            )  # fmt: skip
-            nothing = query.new_empty(0)
-            return (
-                nothing if grad_query is None else grad_query,
-                grad_key if needs_key else nothing,
-                grad_value if needs_value else nothing,
-                grad_sinks.to(sinks.dtype) if needs_sinks else nothing,
-            )
-        except KernelUnavailable as error:
-            _warn(error)
-    return _backward_math(grad_out, query, key, value, out, logsumexp, *arguments)
-
-
-def _warn(error: Exception) -> None:
-    warnings.warn(f"torch_flashbackend: {error}; PyTorch operations compute this call", stacklevel=3)
+    if not takes(query, value):
+        return _backward_math(grad_out, query, key, value, out, logsumexp, *arguments)
+    grad_query = torch.empty_like(query) if needs_query else None
+    grad_key, grad_value = (torch.empty_like(key), torch.empty_like(value)) if both else (None, None)
+    if grad_out.stride(2) != 1:  # the gradient of a sum is expanded, say: no vector loads without a copy
+        grad_out = grad_out.contiguous()
+    if logsumexp.stride(1) != 1:
+        logsumexp = logsumexp.contiguous()
+    grad_sinks = _kernels().backward(
+        grad_out, query, key, value, *_split(query, key, tuple(rest)), out, logsumexp, grad_query, grad_key, grad_value
+    )  # fmt: skip
+    nothing = query.new_empty(0)
+    return (
+        nothing if grad_query is None else grad_query,
+        grad_key if needs_key else nothing,
+        grad_value if needs_value else nothing,
+        grad_sinks.to(sinks.dtype) if needs_sinks else nothing,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- CPU and MPS
@@ -332,10 +332,14 @@ def _gradients(saved: tuple[Any, ...], options: tuple[Any, ...], grad_out: Tenso
         grads = iter(torch.autograd.grad(result, inputs, grad_out, create_graph=True))
         return [next(grads) if wanted else None for wanted in needed]
     arguments = (grad_out, query, key, value, out, logsumexp, *small, *options, needed)
-    if torch.compiler.is_compiling():
-        found = _backward_op(*arguments)
-    else:
-        found = ops._below_autograd(_backward_op, _backward_cuda, *arguments)
+    try:
+        if torch.compiler.is_compiling():
+            found = _backward_op(*arguments)
+        else:
+            found = ops._below_autograd(_backward_op, _backward_cuda, *arguments)
+    except KernelUnavailable as error:
+        _warn(error)
+        found = _backward_math(*arguments)
     return [grad if wanted else None for grad, wanted in zip(found, needed, strict=True)]
 
 
