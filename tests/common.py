@@ -56,7 +56,8 @@ LARGE_SCORE = 1e6
 class Call:
     """One call of scaled_dot_product_attention; `note` says in words how it was made.
 
-    query [..., H, Sq, D], key [..., Hkv, Sk, D], value [..., Hkv, Sk, Dv]; attn_mask bool or float or None.
+    query [..., H, Sq, D], key [..., Hkv, Sk, D], value [..., Hkv, Sk, Dv]; attn_mask bool or float or None. softcap,
+    which scaled_dot_product_attention has not: scores become softcap * tanh(score / softcap) before the mask; 0: none.
     """
 
     query: Tensor
@@ -68,6 +69,7 @@ class Call:
     enable_gqa: bool = False
     mask_grad: bool = False
     note: str = ""
+    softcap: float = 0.0
 
     @property
     def softmax_scale(self) -> float:
@@ -149,6 +151,8 @@ def _scores(call: Call) -> tuple[Tensor, Tensor]:
         group = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(group, -3), value.repeat_interleave(group, -3)
     scores = (query @ key.mT) * call.softmax_scale
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.is_causal:
         below = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~below, -math.inf)
@@ -264,11 +268,15 @@ def _rounding_model(call: Call, values: dict[str, Tensor], grad_out: Tensor | No
     centred = grad_probabilities - delta
     delta_error = (out_error * grad.square()).sum(-1, keepdim=True)  # squared, shared by a whole row
     product_error = (accumulate**2) * (grad.square() @ value.square().mT)
+    passed_on = probabilities
+    if call.softcap:  # the derivative of the cap; its own rounding is small beside the scores'
+        derivative = 1.0 - torch.tanh((query @ key.mT) * (call.softmax_scale / call.softcap)).square()
+        centred, passed_on = centred * derivative, probabilities * derivative
     grad_scores = probabilities * centred
     own_error = (unit * grad_scores.abs() + smallest).square() + probabilities.square() * (
         product_error + (centred * score_error).square()
     )
-    grad_score_error = own_error + probabilities.square() * delta_error
+    grad_score_error = own_error + passed_on.square() * delta_error
     scale = call.softmax_scale
 
     def finish(name: str, square: Tensor, like: Tensor) -> None:
@@ -280,7 +288,7 @@ def _rounding_model(call: Call, values: dict[str, Tensor], grad_out: Tensor | No
 
     inputs = call.differentiable()
     if "query" in inputs:
-        square = own_error @ key.square() + delta_error * (probabilities @ key).square()
+        square = own_error @ key.square() + delta_error * (passed_on @ key).square()
         finish("query", scale**2 * square, call.query)
     if "key" in inputs:
         finish("key", scale**2 * (grad_score_error.mT @ query.square()), call.key)
@@ -289,7 +297,7 @@ def _rounding_model(call: Call, values: dict[str, Tensor], grad_out: Tensor | No
     if "attn_mask" in inputs:
         square = grad_score_error
         if call.attn_mask.size(-1) == 1:  # a sum over keys: the error of delta is shared, it does not average out
-            square = own_error.sum(-1, keepdim=True) + delta_error * probabilities.sum(-1, keepdim=True).square()
+            square = own_error.sum(-1, keepdim=True) + delta_error * passed_on.sum(-1, keepdim=True).square()
         finish("attn_mask", square, call.attn_mask)
     return deviations
 

@@ -349,16 +349,20 @@ def flash(query, key, value, **kwargs):
 STOCKS = {
     "dropout": lambda q, k, v: flash(q, k, v, dropout_p=0.1),
     "debug mask": lambda q, k, v: flash(q, k, v, return_debug_mask=True),
-    "causal, lengths differ": lambda q, k, v: flash(q, k[:, :, :32], v[:, :, :32], is_causal=True),
+    "causal, lengths differ, rows not in a line": lambda q, k, v: flash(q, k[:, :, :32], v[:, :, :32], is_causal=True),
     "float32": lambda q, k, v: flash(q.float(), k.float(), v.float()),
     "odd head_dim": lambda q, k, v: flash(q[..., :30], k[..., :30], v[..., :30]),
     "shapes": lambda q, k, v: flash(q, k[:1], v),
-    "varlen": lambda q, k, v: aten._flash_attention_forward(
+    "alibi": lambda q, k, v: aten._flash_attention_forward(
         q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1),
-        torch.tensor([0, 64]), torch.tensor([0, 64]), 64, 64, 0.0, False, False,
+        torch.tensor([0, 64]), torch.tensor([0, 64]), 64, 64, 0.0, False, False, alibi_slopes=torch.ones(4),
     ),
-    "window": lambda q, k, v: aten._flash_attention_forward(
-        q, k, v, None, None, 64, 64, 0.0, False, False, window_size_left=8, window_size_right=0
+    "packed, dropout": lambda q, k, v: aten._flash_attention_forward(
+        q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1),
+        torch.tensor([0, 64]), torch.tensor([0, 64]), 64, 64, 0.1, False, False,
+    ),
+    "dense, lengths of keys used": lambda q, k, v: aten._flash_attention_forward(
+        q, k, v, None, None, 4, 4, 0.0, False, False, seqused_k=torch.tensor([2, 3])
     ),
     "bias and causal": lambda q, k, v: aten._scaled_dot_product_efficient_attention(
         q, k, v, full_bias(q, k, HALF), True, 0.0, True
@@ -448,6 +452,8 @@ def test_the_schemas_are_those_that_the_hooks_were_written_for():
         kernel_hook.BACKWARDS[kernel_hook.EFFICIENT]: kernel_hook._efficient_backward,
         kernel_hook.BACKWARDS[kernel_hook.CUDNN]: kernel_hook._cudnn_backward,
         kernel_hook.BACKWARDS[kernel_hook.FLASH_FORWARD]: kernel_hook._flash_forward_backward,
+        kernel_hook.EFFICIENT_FORWARD: kernel_hook._efficient_forward,
+        kernel_hook.BACKWARDS[kernel_hook.EFFICIENT_FORWARD]: kernel_hook._efficient_forward_backward,
     }
     for name, answer in answers.items():
         arguments = [argument.name.rstrip("_") for argument in getattr(aten, name).default._schema.arguments]

@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from .precompile import warmup
     from .selection import sdpa_backend
     from .stats import stats
+    from .varlen import attention_varlen
     from .verify import verify
 
 __version__ = "0.1.0"
-__all__ = ["attention", "disable", "enable", "explain", "is_enabled", "sdpa_backend", "stats", "verify", "warmup"]
+__all__ = [
+    "attention", "attention_varlen", "disable", "enable", "explain", "is_enabled", "sdpa_backend", "stats", "verify",
+    "warmup",
+]  # fmt: skip
 
 _HOME = {
     "attention": "direct",
+    "attention_varlen": "varlen",
     "disable": "override",
     "enable": "override",
     "explain": "explain",

@@ -267,6 +267,18 @@ is_wrapper = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 `lambda tensor: False`, and ring attention then runs stock's kernels."""
 
 
+def jagged(tensor: Tensor) -> tuple[Tensor, Tensor, int] | None:
+    """(values [total, H, D], offsets [B + 1], longest) of a nested tensor [B, H, S of each, D] of jagged layout.
+
+    None for any other tensor. If the names go: `explain` does not see into nested tensors.
+    """
+    if not tensor.is_nested or tensor.layout is not torch.jagged or tensor.dim() != 4:
+        return None
+    if getattr(tensor, "_ragged_idx", None) != 2 or tensor.lengths() is not None:
+        return None
+    return tensor.transpose(1, 2).values(), tensor.offsets(), tensor._get_max_seqlen()
+
+
 class _ThreadMark(threading.local):
     stock = False
 

@@ -32,6 +32,7 @@ __all__ = [
     "find",
     "forget",
     "is_plain",
+    "keep",
     "kernel_failures",
     "remember",
     "settings",
@@ -282,12 +283,19 @@ def decide(
     if keep_as is None:
         stats.register(decision, traced=True)
         return result
+    return keep(result, keep_as)
+
+
+def keep(entry: Entry, keep_as: tuple[Any, ...]) -> Entry:
+    """Remember an answer, and count its calls from now on."""
+    from . import stats
+
     with _lock:
         if len(cache) >= CAPACITY:
             _clear()
-        cache[keep_as] = result
-        stats.register(decision)
-    return result
+        cache[keep_as] = entry
+        stats.register(entry.decision)
+    return entry
 
 
 def _runner(ops: Any, backend: str, requires_grad: bool) -> Callable[..., Any]:

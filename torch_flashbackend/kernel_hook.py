@@ -1,6 +1,7 @@
 """The kernel hook: stock's fused attention kernels, and their backwards, replaced below autograd where ours are faster.
 
-May import `_torch.py`, decisions.py and reference.py at the top, ops.py when a call is taken. Imported by override.py.
+May import `_torch.py`, decisions.py, packed.py and reference.py at the top, ops.py when a call is taken. Imported by
+override.py.
 
 Calls that never pass F.scaled_dot_product_attention's AutogradCUDA kernel arrive here: tensors made in inference mode,
 nested tensors, vmap, context parallel, programs compiled while the plugin was off, and who calls
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _torch, decisions, reference
+from . import _torch, decisions, packed, reference
 
 __all__ = ["BACKWARDS", "FORWARDS", "KernelHook"]
 
@@ -37,13 +38,15 @@ FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
 CUDNN = "_scaled_dot_product_cudnn_attention"
 FLASH_FORWARD = "_flash_attention_forward"
-FORWARDS = (FLASH, EFFICIENT, CUDNN, FLASH_FORWARD)
+EFFICIENT_FORWARD = "_efficient_attention_forward"
+FORWARDS = (FLASH, EFFICIENT, CUDNN, FLASH_FORWARD, EFFICIENT_FORWARD)
 # By the forward that makes hooking them worth while.
 BACKWARDS = {
     FLASH: "_scaled_dot_product_flash_attention_backward",
     EFFICIENT: "_scaled_dot_product_efficient_attention_backward",
     CUDNN: "_scaled_dot_product_cudnn_attention_backward",
     FLASH_FORWARD: "_flash_attention_backward",
+    EFFICIENT_FORWARD: "_efficient_attention_backward",
 }
 # The efficient kernel pads each row of its logsumexp to this many entries, and its bias gradient's rows to that many.
 LOGSUMEXP_ALIGNMENT = 32
@@ -187,14 +190,13 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, heads: int) -> bool:
     )
 
 
-def _flash_takes(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, seqlen: int) -> bool:
-    """What the flash kernels accept beyond that. Their causal mask is aligned bottom right, ours top left."""
+def _flash_takes(query: Tensor, value: Tensor) -> bool:
+    """What the flash kernels accept beyond that."""
     return (
         query.shape[3] == value.shape[3]
         and query.shape[3] % 8 == 0
         and query.shape[3] <= 256
         and query.dtype in (torch.float16, torch.bfloat16)
-        and (not is_causal or query.shape[seqlen] == key.shape[seqlen])
     )
 
 
@@ -313,8 +315,17 @@ def _flash(
 ) -> Any:
     if dropout_p > 0.0 or return_debug_mask or not _dense(query, key, value, 1):
         return None
-    if not _flash_takes(query, key, value, is_causal, 2):
+    if not _flash_takes(query, value):
         return None
+    if is_causal and query.shape[2] != key.shape[2]:
+        # Flash aligns its causal mask at the bottom right, our dense kernels at the top left.
+        rows = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        found = _equal_lengths_forward(FLASH, *rows, -1, 0, scale)
+        if found is None:
+            return None
+        out, logsumexp = found[0].transpose(1, 2), found[1]
+        empty_mask = torch.empty(0, dtype=query.dtype, device=query.device)
+        return (out, logsumexp, None, None, query.shape[2], key.shape[2], *_random_state(query), empty_mask)
     backend = _backend_for(FLASH, query, key, value, None, is_causal, scale)
     if backend is None:
         return None
@@ -343,25 +354,68 @@ def _flash_forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Any:
-    """Dense form only, tensors [B, S, H, D]: packed sequences of different lengths are stock's."""
-    special = (cum_seq_q, cum_seq_k, seqused_k, alibi_slopes, block_table, num_splits)
-    if any(argument is not None for argument in special) or dropout_p > 0.0 or return_debug_mask:
+    """Dense tensors [B, S, H, D], or packed ones [total, H, D] where cum_seq_q and cum_seq_k are given."""
+    # Stock's backward is not told of slopes, so their gradients are stock's affair.
+    if dropout_p > 0.0 or return_debug_mask or alibi_slopes is not None or block_table is not None:
         return None
-    if _windowed(window_size_left, window_size_right) or not _dense(query, key, value, 2):
+    left = -1 if window_size_left is None else window_size_left
+    right = 0 if is_causal else -1 if window_size_right is None else window_size_right
+    empty_mask = torch.empty(0, dtype=query.dtype, device=query.device)
+    if cum_seq_q is not None and cum_seq_k is not None:
+        call = packed.Call(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, left, right, scale, True, seqused_k)
+        found = packed.flash_forward(FLASH_FORWARD, call)
+        return None if found is None else (*found, *_random_state(query), empty_mask)
+    special = (cum_seq_q, cum_seq_k, seqused_k, num_splits)
+    if any(argument is not None for argument in special) or not _dense(query, key, value, 2):
         return None
-    if not _flash_takes(query, key, value, is_causal, 1):
+    if not _flash_takes(query, value):
         return None
+    if left >= 0 or (right >= 0 and not is_causal) or (is_causal and query.shape[1] != key.shape[1]):
+        found = _equal_lengths_forward(FLASH_FORWARD, query, key, value, left, right, scale)
+        return None if found is None else (*found, *_random_state(query), empty_mask)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     backend = _backend_for(FLASH_FORWARD, query, key, value, None, is_causal, scale)
     if backend is None:
         return None
     out, logsumexp = _forward(backend, query, key, value, None, is_causal, scale, "query")
-    empty_mask = torch.empty(0, dtype=query.dtype, device=query.device)
     return (out.transpose(1, 2), logsumexp, *_random_state(query), empty_mask)
 
 
-def _windowed(left: int | None, right: int | None) -> bool:
-    return (left is not None and left >= 0) or (right is not None and right >= 0)
+def _equal_lengths_forward(
+    op: str, query: Tensor, key: Tensor, value: Tensor, left: int, right: int, scale: float | None
+) -> tuple[Tensor, Tensor] | None:
+    """(out [B, S, H, D], logsumexp [B, H, S]) of dense tensors [B, S, H, D] with a window."""
+    found = packed.flash_forward(op, packed.of_equal_lengths(query, key, value, left, right, scale))
+    if found is None:
+        return None
+    batch, seqlen, heads, _ = query.shape
+    logsumexp = found[1].view(heads, batch, seqlen).transpose(0, 1).contiguous()
+    return found[0].view(batch, seqlen, *found[0].shape[1:]), logsumexp
+
+
+def _equal_lengths_backward(
+    op: str,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    left: int,
+    right: int,
+    scale: float | None,
+) -> tuple[Tensor, ...] | None:
+    """Gradients of query, key and value for dense tensors [B, S, H, D] with a window."""
+    call = packed.of_equal_lengths(query, key, value, left, right, scale)
+    if call is None:
+        return None
+    batch, seqlen, heads, head_dim = out.shape
+    rows = logsumexp.transpose(0, 1).reshape(heads, batch * seqlen)
+    flat = [tensor.reshape(batch * seqlen, heads, head_dim) for tensor in (grad_out, out)]
+    grads = packed.flash_backward(op, call, flat[0], flat[1], rows)
+    if grads is None:
+        return None
+    return tuple(grad.view(tensor.shape) for grad, tensor in zip(grads, (query, key, value)))
 
 
 def _efficient(
@@ -451,8 +505,12 @@ def _flash_backward(
 ) -> Any:
     if cum_seq_q is not None or dropout_p > 0.0 or grad_out is None or not _dense(query, key, value, 1):
         return None
-    if not _flash_takes(query, key, value, is_causal, 2):
+    if not _flash_takes(query, value):
         return None
+    if is_causal and query.shape[2] != key.shape[2]:
+        rows = [tensor.transpose(1, 2) for tensor in (grad_out, query, key, value, out)]
+        grads = _equal_lengths_backward(BACKWARDS[FLASH], *rows, logsumexp, -1, 0, scale)
+        return None if grads is None else tuple(grad.transpose(1, 2) for grad in grads)
     backend = _backend_for(BACKWARDS[FLASH], query, key, value, None, is_causal, scale)
     if backend is None:
         return None
@@ -480,10 +538,18 @@ def _flash_forward_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> Any:
-    if cum_seq_q is not None or dropout_p > 0.0 or grad_out is None or not _dense(query, key, value, 2):
+    if dropout_p > 0.0 or grad_out is None:
         return None
-    if _windowed(window_size_left, window_size_right) or not _flash_takes(query, key, value, is_causal, 1):
+    left = -1 if window_size_left is None else window_size_left
+    right = 0 if is_causal else -1 if window_size_right is None else window_size_right
+    op = BACKWARDS[FLASH_FORWARD]
+    if cum_seq_q is not None and cum_seq_k is not None and cum_seq_q.numel() and query.dim() == 3:
+        call = packed.Call(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, left, right, scale)
+        return packed.flash_backward(op, call, grad_out, out, logsumexp)
+    if cum_seq_q is not None or not _dense(query, key, value, 2) or not _flash_takes(query, value):
         return None
+    if left >= 0 or (right >= 0 and not is_causal) or (is_causal and query.shape[1] != key.shape[1]):
+        return _equal_lengths_backward(op, grad_out, query, key, value, out, logsumexp, left, right, scale)
     grad_out, query, key, value, out = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
     backend = _backend_for(BACKWARDS[FLASH_FORWARD], query, key, value, None, is_causal, scale)
     if backend is None:
@@ -524,6 +590,97 @@ def _efficient_backward(
     grads = _backward(backend, grad_out, query, key, value, attn_bias, out, logsumexp, is_causal, scale, wanted)
     grad_bias = _padded_rows(grads[3]) if wanted[3] else None
     return (*(_as_bshd(grad) for grad in grads[:3]), grad_bias)
+
+
+def _packed_efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    custom_mask_type: int,
+    scale: float | None,
+    unusual: bool,
+) -> packed.Call | None:
+    """The call of _efficient_attention_forward: packed [1, total, H, D], or dense [B, S, H, D]."""
+    if bias is not None or unusual or custom_mask_type not in (0, 1, 2) or not query.dim() == key.dim() == 4:
+        return None
+    right, bottom_right = -1 if custom_mask_type == 0 else 0, custom_mask_type == 2
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        if not _dense(query, key, value, 2):
+            return None
+        return packed.of_equal_lengths(query, key, value, -1, right, scale, bottom_right)
+    if cu_seqlens_q is None or cu_seqlens_k is None or max_seqlen_q is None or query.shape[0] != 1:
+        return None
+    longest = key.shape[1] if max_seqlen_k is None else max_seqlen_k
+    rows = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
+    return packed.Call(*rows, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, longest, -1, right, scale, bottom_right)
+
+
+def _efficient_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float,
+    custom_mask_type: int,
+    compute_log_sumexp: bool = False,
+    *,
+    scale: float | None = None,
+    seqlen_k: Tensor | None = None,
+    window_size: int | None = None,
+) -> Any:
+    unusual = dropout_p > 0.0 or seqlen_k is not None or window_size is not None
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    call = _packed_efficient(query, key, value, bias, *lengths, custom_mask_type, scale, unusual)
+    found = packed.efficient_forward(EFFICIENT_FORWARD, call, compute_log_sumexp)
+    if found is None or call is None:
+        return None
+    out = found[0].view(*query.shape[:3], value.shape[3])
+    return (out, found[1], *_seed_and_offset(query), call.max_q, call.max_k)
+
+
+def _efficient_forward_backward(
+    grad_out: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    logsumexp: Tensor,
+    dropout_p: float,
+    philox_seed: Tensor | None,
+    philox_offset: Tensor | None,
+    custom_mask_type: int,
+    bias_requires_grad: bool,
+    *,
+    scale: float | None = None,
+    num_splits_key: int | None = None,
+    window_size: int | None = None,
+    shared_storage_dqdkdv: bool = False,
+) -> Any:
+    if grad_out is None:
+        return None
+    unusual = dropout_p > 0.0 or window_size is not None or shared_storage_dqdkdv
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    call = _packed_efficient(query, key, value, bias, *lengths, custom_mask_type, scale, unusual)
+    flat = [tensor.reshape(-1, *tensor.shape[2:]) for tensor in (grad_out, out)]
+    grads = packed.efficient_backward(BACKWARDS[EFFICIENT_FORWARD], call, flat[0], flat[1], logsumexp)
+    if grads is None:
+        return None
+    no_bias = torch.empty((), device=query.device)
+    return (*(grad.view(tensor.shape) for grad, tensor in zip(grads, (query, key, value))), no_bias)
 
 
 def _cudnn_backward(
@@ -580,8 +737,10 @@ _MAKERS = {
     EFFICIENT: _make(EFFICIENT, True, _efficient),
     CUDNN: _make(CUDNN, True, _cudnn),
     FLASH_FORWARD: _make(FLASH_FORWARD, True, _flash_forward),
+    EFFICIENT_FORWARD: _make(EFFICIENT_FORWARD, True, _efficient_forward),
     BACKWARDS[FLASH]: _make(BACKWARDS[FLASH], False, _flash_backward),
     BACKWARDS[EFFICIENT]: _make(BACKWARDS[EFFICIENT], False, _efficient_backward),
     BACKWARDS[CUDNN]: _make(BACKWARDS[CUDNN], False, _cudnn_backward),
     BACKWARDS[FLASH_FORWARD]: _make(BACKWARDS[FLASH_FORWARD], False, _flash_forward_backward),
+    BACKWARDS[EFFICIENT_FORWARD]: _make(BACKWARDS[EFFICIENT_FORWARD], False, _efficient_forward_backward),
 }

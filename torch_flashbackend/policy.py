@@ -33,6 +33,10 @@ MARGIN = 1.02
 DECODE_SEQLEN = 16
 # A call with less than this part of the least measured work is another matter: launching it is what takes time.
 SMALLEST_PART = 0.25
+# GPUs for which stock's kernel for packed sequences (FlashAttention-2) was written.
+FLASH_2_GPUS = ("sm_80", "sm_86", "sm_87", "sm_89")
+# Operations of a packed call, padded to its longest sequence, below which launching decides: about 20 us on an H200.
+LEAST_PACKED_WORK = 4e9
 # Our kernels for one architecture, and those for all.
 SPECIAL, PORTABLE = "cuda", "triton"
 # A ratio that stands for "stock refused".
@@ -131,6 +135,8 @@ def _judge_all(problem: Problem, backend: str, measured: Policy | None) -> Verdi
 
 def cases(problem: Problem) -> tuple[str, ...]:
     """What kinds of call this is, in the vocabulary of the policy files, the one that matters most first."""
+    if problem.packed:
+        return ("packed",)
     found = []
     if problem.mask is not None:
         if problem.mask.requires_grad and problem.requires_grad:
@@ -282,6 +288,13 @@ def _unmeasured(problem: Problem, case: str, why: str, backend: str) -> Verdict:
     """
     if backend == SPECIAL:
         return Verdict(False, "unmeasured", f"{why}")
+    if case == "packed":
+        if problem.architecture in FLASH_2_GPUS:
+            return Verdict(False, "unmeasured", f"{why}; packed sequences are left to stock's flash kernel here")
+        if not problem.symbolic and _work(problem) < LEAST_PACKED_WORK:
+            return Verdict(False, "unmeasured", f"{why}; so small a call is left to stock")
+        message = f"{why}; stock's flash kernel for packed sequences was written for older GPUs, so it is taken"
+        return Verdict(True, "unmeasured, likely faster: packed", message)
     unusual = _unusual_head_dim(problem)
     if case in ("bool_mask", "float_mask", "mask_grad"):
         return Verdict(True, f"unmeasured, likely faster: {case}", f"{why}; stock is slow at masks, so it is taken")

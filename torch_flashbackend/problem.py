@@ -124,6 +124,8 @@ class Problem:
     "cudnn". One that the caller has put behind "math" is left out: math takes every call, so it would never run."""
     stock_backend: str | None
     """What PyTorch would run: "flash", "efficient", "cudnn", "math", "error", or None where nobody can say."""
+    packed: bool = False
+    """Sequences of different lengths, packed one after the other; the shapes are those of padding to the longest."""
     no_compiler: str = ""
     """Why CUDA C++ cannot be compiled on this machine; empty where it can, or where the kernels in it are not for this
     GPU, or the question is about another machine."""
@@ -327,6 +329,7 @@ class Problem:
         if self.mask is not None:
             gradient = " with gradient" if self.mask.requires_grad else ""
             parts.append(f"attn_mask {describe_shape(self.mask.shape)} {_name(self.mask.dtype)}{gradient}")
+        parts += ["packed sequences"] * self.packed
         parts += ["is_causal"] * self.is_causal
         if self.dropout_p:
             parts.append(f"dropout_p {self.dropout_p:g}")

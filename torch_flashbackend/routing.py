@@ -30,6 +30,8 @@ __all__ = [
 MAX_HEAD_DIM = 512
 # More keys than the "cuda" backend adds up in one sum, which its matrix units cut off instead of rounding.
 HOPPER_MAX_SEQLEN_K = 2**18
+# Of the kernels for packed sequences (varlen.py).
+MAX_PACKED_HEAD_DIM = 256
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # Where nobody has chosen: our kernels where they are worth it, else stock. Our math path is for those who ask for it.
 AUTO = ("cuda", "triton", "stock")
@@ -422,6 +424,11 @@ CUDA = Backend(
         ),
         Constraint("attn_mask", lambda p: p.mask is None, lambda p: "attn_mask is not supported by the cuda backend"),
         Constraint(
+            "packed",
+            lambda p: not p.packed,
+            lambda p: "packed sequences of different lengths are not supported by the cuda backend",
+        ),
+        Constraint(
             "dropout",
             lambda p: p.dropout_p == 0.0,
             lambda p: f"dropout_p {p.dropout_p:g} is not supported by the cuda backend (0)",
@@ -514,6 +521,14 @@ TRITON = Backend(
                 f"value head_dim {p.head_dim_v} is not supported by the triton backend (largest: {MAX_HEAD_DIM})"
                 if p.head_dim_v
                 else "value head_dim 0 is not supported by the triton backend (smallest: 1)"
+            ),
+        ),
+        Constraint(
+            "packed head_dim",
+            lambda p: not p.packed or max(p.head_dim, p.head_dim_v) <= MAX_PACKED_HEAD_DIM,
+            lambda p: (
+                f"head_dim {p.head_dim} with value head_dim {p.head_dim_v} is not supported by the triton backend for "
+                f"packed sequences (largest: {MAX_PACKED_HEAD_DIM})"
             ),
         ),
         ALLOWED,

@@ -102,6 +102,7 @@ class TensorMap:
         return arguments
 
 
+_map_launchers: dict[Any, Any] = {}  # by kernel
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _thread = threading.local()
@@ -197,14 +198,7 @@ class Launch:
         try:
             # Loading binds the kernel to the device that is current, so each device has Launches of its own.
             with torch.cuda.device(device):
-                kernel, types, constants, divisors, tile = self._description
-                described = (tuple(part.items()) for part in (types, constants, divisors))
-                key = (kernel, *described, tile, device.index)
-                self.compiled = _loaded.get(key)
-                if self.compiled is None:
-                    self.compiled = self.compile(device_target(device))
-                    self.compiled.run  # noqa: B018  loads the binary; raises where it does not fit the device
-                    _loaded[key] = self.compiled
+                self.compiled = self._compiled_for(device)
                 self._run = self._direct_launcher()
             self._arguments = self._packer()
         except torch.OutOfMemoryError:
@@ -212,6 +206,20 @@ class Launch:
         except Exception as error:
             raise KernelUnavailable(f"Triton could not compile {self.name}: {error}") from error
         return self
+
+    def _compiled_for(self, device: torch.device):
+        """The kernel, loaded on this device; the same one for all launches that differ in sizes alone.
+
+        Looking it up in Triton's cache on disk takes milliseconds, which calls of ever new lengths would pay each time.
+        """
+        kernel, types, constants, divisors, tile = self._description
+        key = (kernel.__name__, *types.items(), None, *constants.items(), None, *divisors.items(), tile, device.index)
+        compiled = _loaded.get(key)
+        if compiled is None:
+            compiled = self.compile(device_target(device))
+            compiled.run  # noqa: B018  loads the binary; raises where it does not fit the device
+            _loaded[key] = compiled
+        return compiled
 
     def _direct_launcher(self):
         """A function (stream, arguments) that calls Triton's C launcher with nothing in between."""
@@ -226,12 +234,15 @@ class Launch:
             # Triton's wrapper encodes tensor maps on every call (8 us); this launcher takes encoded ones.
             for (_, tensor_map), layout in zip(self._maps, compiled.metadata.tensordesc_meta, strict=True):
                 tensor_map.prepare(layout)
-            maps = dict(self._maps)
-            types = []
-            for index, kind in enumerate(self._description[1].values()):
-                types += maps[index].expanded_types if index in maps else [kind]
-            source = SimpleNamespace(fn=self._description[0], constants={}, signature=dict(enumerate(types)))
-            run = driver.active.launcher_cls(source, compiled.metadata._replace(tensordesc_meta=None))
+            run = _map_launchers.get(compiled)
+            if run is None:
+                maps = dict(self._maps)
+                types = []
+                for index, kind in enumerate(self._description[1].values()):
+                    types += maps[index].expanded_types if index in maps else [kind]
+                source = SimpleNamespace(fn=self._description[0], constants={}, signature=dict(enumerate(types)))
+                run = driver.active.launcher_cls(source, compiled.metadata._replace(tensordesc_meta=None))
+                _map_launchers[compiled] = run
         launch, cooperative, dependent = run.launch, run.launch_cooperative_grid, run.launch_pdl
         if hasattr(run, "kernel_signature"):  # Triton 3.7 and later
             signature = run.arg_annotations, run.kernel_signature
