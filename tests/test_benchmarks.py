@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import cases, harness, make_policy, overhead, report, special, training  # noqa: E402
+from benchmarks import cases, decode, harness, make_policy, overhead, report, special, training  # noqa: E402
 
 from common import (  # noqa: E402
     TOLERANCE_FACTOR,
@@ -155,8 +155,9 @@ def test_cases_are_distinct_and_have_inputs_of_their_shapes():
     ("main", "kind", "arguments"),
     [
         (special.main, "special", ["--only", "gqa"]),
-        (special.main, "special", ["--only", "dropout,float32,decode"]),
+        (special.main, "special", ["--only", "dropout,float32"]),
         (overhead.main, "overhead", ["--only", "dense"]),
+        (decode.main, "decode", ["--only", "static_cache,D64 padding"]),
     ],
 )
 def test_scripts_run_at_tiny_sizes_on_a_cpu(tmp_path, capsys, main, kind, arguments):
@@ -170,6 +171,10 @@ def test_scripts_run_at_tiny_sizes_on_a_cpu(tmp_path, capsys, main, kind, argume
         decisions.forget()
     data = json.loads(path.read_text())
     assert data["complete"] and data["kind"] == kind and data["rows"]
+    if kind == "decode":
+        for row in data["rows"]:
+            assert set(row["us"]) >= {"triton", "default"} and row["difference"] < 0.02
+            assert row["bytes"] < 2 * 8 * 64 * 256 * 2  # the mask hides the rest
     if kind == "special":
         for row in data["rows"]:
             assert row["refused"] == {}

@@ -74,15 +74,18 @@ def _load_pages(block_table, start, keys, last, BLOCK_N: tl.constexpr, PAGE: tl.
 
 
 @triton.jit
-def _visit(accumulator, row_max, row_sum, query_tile, start, keys, pages, key, value, mask_rows, slopes, position,
-           stride_kp, stride_kn, stride_kd, stride_vp, stride_vn, stride_vd, stride_mk, first_key, last_key,
-           window_left, window_right, scale, softcap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-           BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
-           MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-           SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BOUND_KEYS: tl.constexpr, NATURAL: tl.constexpr,
-           UNIT_STRIDE: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr):
+def _visit(accumulator, row_max, row_sum, query_tile, query_pointers, query_step, present, start, keys, pages, key,
+           value, mask_rows, slopes, position, stride_kp, stride_kn, stride_kd, stride_vp, stride_vn, stride_vd,
+           stride_mk, first_key, last_key, window_left, window_right, scale, softcap, HEAD_DIM: tl.constexpr,
+           HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+           MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, LEFT: tl.constexpr,
+           RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BOUND_KEYS: tl.constexpr,
+           NATURAL: tl.constexpr, UNIT_STRIDE: tl.constexpr, PAGE: tl.constexpr, STREAM_QUERY: tl.constexpr,
+           PRECISION: tl.constexpr):
     """One tile of keys. position: the key with which each row is aligned; mask_rows: the mask's rows, as pointers."""
     key_index = start + keys
+    if STREAM_QUERY:
+        query_tile = tl.load(query_pointers + start * query_step, mask=present, other=0.0)
     key_tile = _load_rows(key, start, keys, pages, stride_kp, stride_kn, stride_kd, first_key, last_key, BLOCK_D,
                           HEAD_DIM, UNIT_STRIDE, BOUND_KEYS, BLOCK_N, PAGE)
     if MASK != MASK_NONE:
@@ -270,13 +273,13 @@ def attention_decode(
     stride_mb, stride_mh, stride_mq, stride_mk,
     stride_ob, stride_oh, stride_om, stride_od,
     stride_sb, stride_tb, num_kv_heads, group_size, seqlen_q, seqlen_k, seqused_more, num_splits, statistics_offset,
-    offset, window_left, window_right, scale, softcap,
+    offset, window_left, window_right, query_step, scale, softcap,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT: tl.constexpr, FAN_IN: tl.constexpr,
     CHUNK: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_PER_HEAD: tl.constexpr,
     MASK_UNIT_STRIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, BOUND_KEYS: tl.constexpr, PAGE: tl.constexpr, QUERY_FACTOR: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, STREAM_QUERY: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """out [B, H, seqlen_q, HEAD_DIM_V] and, where there is one, logsumexp float32 [B, H, seqlen_q].
 
@@ -287,7 +290,9 @@ def attention_decode(
     alibi_slopes float32, stride_sb from batch to batch; int32 [B] each: seqused_k (seqused_more are added to it),
     leftpad_k, batch_index (which batch of key and value to read); block_table int32, stride_tb from batch to batch: key
     [pages, Hkv, PAGE, D], value alike, and seqlen_k then is what all pages of a batch hold. partials, float32: partial
-    results, from statistics_offset on their maxima and sums; counters, int32: zeros, left as zeros.
+    results, from statistics_offset on their maxima and sums; counters, int32: zeros, left as zeros. STREAM_QUERY: the
+    query tile comes with each tile of keys again, by the same asynchronous copies, so that the first keys need not wait
+    until it has arrived; query_step is 0, which the compiler must not know, or it would load the tile before the loop.
     """
     NATURAL: tl.constexpr = MASK == MASK_FLOAT or SOFTCAP or alibi_slopes is not None
     num_rows = seqlen_q * group_size
@@ -342,10 +347,13 @@ def attention_decode(
         present = (first_row + tl.arange(0, BLOCK_M) < num_rows)[:, None]
         if BLOCK_D != HEAD_DIM:
             present = present & (columns < HEAD_DIM)[None, :]
-        query_tile = tl.load(pointers, mask=present, other=0.0)
-        if QUERY_FACTOR != 1:
-            query_tile = query_tile * QUERY_FACTOR
-        query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
+        if STREAM_QUERY:
+            query_tile = 0
+        else:
+            query_tile = tl.load(pointers, mask=present, other=0.0)
+            if QUERY_FACTOR != 1:
+                query_tile = query_tile * QUERY_FACTOR
+            query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
         slopes = 0.0
         if alibi_slopes is not None:
             slopes = tl.load(alibi_slopes + batch * stride_sb + head)
@@ -374,14 +382,16 @@ def attention_decode(
                     start = (tile + number * num_splits) * BLOCK_N
                     pages = _load_pages(block_table, start, keys, last_key, BLOCK_N, PAGE) if PAGE != 0 else 0
                     accumulator, row_max, row_sum = _visit(
-                        accumulator, row_max, row_sum, query_tile, start, keys, pages, key, value, mask_rows, slopes,
-                        position, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_vd, stride_mk,
-                        first_key, last_key, window_left, window_right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                        BLOCK_DV, BLOCK_N, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, LEFT, RIGHT, SOFTCAP,
-                        alibi_slopes is not None, BOUND_KEYS, NATURAL, UNIT_STRIDE, PAGE, PRECISION)
+                        accumulator, row_max, row_sum, query_tile, pointers, query_step, present, start, keys, pages,
+                        key, value, mask_rows, slopes, position, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn,
+                        stride_vd, stride_mk, first_key, last_key, window_left, window_right, scale, softcap, HEAD_DIM,
+                        HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, LEFT, RIGHT,
+                        SOFTCAP, alibi_slopes is not None, BOUND_KEYS, NATURAL, UNIT_STRIDE, PAGE, STREAM_QUERY,
+                        PRECISION)
         else:
             if PAGE != 0:
-                upcoming = _load_pages(block_table, (first_tile + split) * BLOCK_N, keys, last_key, BLOCK_N, PAGE)
+                # As far as the table goes, not the keys in use, whose number has just been asked for.
+                upcoming = _load_pages(block_table, (first_tile + split) * BLOCK_N, keys, seqlen_k, BLOCK_N, PAGE)
             else:
                 upcoming = 0
             for tile in tl.range(first_tile + split, last_tile, num_splits):
@@ -389,13 +399,13 @@ def attention_decode(
                 pages = upcoming
                 if PAGE != 0:
                     # One tile ahead, so that copies need not wait for the number of their page.
-                    upcoming = _load_pages(block_table, start + num_splits * BLOCK_N, keys, last_key, BLOCK_N, PAGE)
+                    upcoming = _load_pages(block_table, start + num_splits * BLOCK_N, keys, seqlen_k, BLOCK_N, PAGE)
                 accumulator, row_max, row_sum = _visit(
-                    accumulator, row_max, row_sum, query_tile, start, keys, pages, key, value, mask_rows, slopes,
-                    position, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_vd, stride_mk, first_key,
-                    last_key, window_left, window_right, scale, softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-                    BLOCK_N, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, LEFT, RIGHT, SOFTCAP, alibi_slopes is not None,
-                    BOUND_KEYS, NATURAL, UNIT_STRIDE, PAGE, PRECISION)
+                    accumulator, row_max, row_sum, query_tile, pointers, query_step, present, start, keys, pages, key,
+                    value, mask_rows, slopes, position, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn,
+                    stride_vd, stride_mk, first_key, last_key, window_left, window_right, scale, softcap, HEAD_DIM,
+                    HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, LEFT, RIGHT, SOFTCAP,
+                    alibi_slopes is not None, BOUND_KEYS, NATURAL, UNIT_STRIDE, PAGE, STREAM_QUERY, PRECISION)
         if not NATURAL:
             row_max = row_max * scale
 

@@ -25,6 +25,8 @@ MAX_QUERIES = 16
 MAX_HEAD_DIM = 256
 MAX_BLOCK_M = 64
 _MAX_SPLITS = 1024
+# For measurements (benchmarks/tune_decode.py): copy the query tile with every tile of keys, where that costs little.
+STREAM_QUERY = True
 _LOG2E = math.log2(math.e)
 
 
@@ -167,6 +169,7 @@ class DecodePlan:
             "offset": ("i32", options.offset),
             "window_left": ("i32", left or 0),
             "window_right": ("i32", right or 0),
+            "query_step": ("i32", 0),
             "scale": ("fp32", kernel_scale),
             "softcap": ("fp32", options.softcap),
         }
@@ -193,6 +196,7 @@ class DecodePlan:
             "PAGE": page,
             "QUERY_FACTOR": factor,
             "UNIT_STRIDE": call.unit_stride,
+            "STREAM_QUERY": STREAM_QUERY and block_m == 16 and factor == 1 and call.dtype.itemsize == 2,
             "PRECISION": call.constants["PRECISION"],
         }
         divisors = call.divisors({"query": query, "key": key, "value": value, "out": out}, strides, mask_strides)

@@ -289,7 +289,7 @@ def choose(kernel: str, family_name: str, itemsize: int, head_dim_padded: int, k
 # program, of which an H200 wants 40 KB or more for each multiprocessor.
 _DECODE = {
     "sm_90": {
-        2: {64: (128, 4, 3, 2), 128: (64, 4, 3, 2), 256: (32, 4, 3, 2)},
+        2: {64: (128, 4, 3, 2), 128: (128, 4, 3, 1), 256: (32, 4, 3, 2)},
         4: {64: (64, 4, 3, 2), 128: (32, 4, 3, 2), 256: (32, 4, 2, 1)},
     },
     "sm_80": {
