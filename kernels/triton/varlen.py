@@ -18,8 +18,8 @@ from . import varlen_backward as backward_kernels
 from . import varlen_forward as forward_kernels
 from . import varlen_schedule as schedule_kernels
 from .attention import _Call
-from .launch import Launch
-from .tiles import Tile
+from .launch import Launch, device_target
+from .tiles import Tile, choose
 from .varlen_common import ENTRY as _ENTRY
 from .varlen_common import STATISTICS_ALIGNMENT as _ALIGNMENT
 
@@ -108,6 +108,13 @@ class _PackedCall(_Call):
             "ALIBI": slopes is not None,
         }
 
+    def facts(self, device, target) -> tuple[str, int, bool]:
+        """As of dense calls, without tensor maps on sm_100: a third copy of the loop does not fit its memory."""
+        family, multiprocessors, has_tma = super().facts(device, target)
+        if has_tma and (target is not None or device.type == "cuda"):
+            has_tma = not 100 <= (target or device_target(device)).arch < 110
+        return family, multiprocessors, has_tma
+
     def strides(self, names: str, tensor: Tensor, prefix: str = "stride_") -> dict:
         """{stride_xh, stride_xm, stride_xd} of a packed tensor."""
         return dict(list(super().strides(f"{names.split()[0]}b {names}", _as_rank_4(tensor), prefix).items())[1:])
@@ -115,6 +122,12 @@ class _PackedCall(_Call):
     def divisors(self, pointers: dict, strides: dict, mask_strides: dict) -> dict:
         found = super().divisors(pointers, strides, mask_strides)
         return {name: divisor for name, divisor in found.items() if name not in ("alibi_slopes", "sinks")}
+
+    def tile(self, kernel: str) -> Tile:
+        """As of dense calls; softcap and ALiBi want registers as masks do, where they bind."""
+        if self.transformed and kernel == "backward_query":
+            return choose(kernel, self.family, self.dtype.itemsize, self.head_dim_padded, "masked")
+        return super().tile(kernel)
 
     def slots(self, total: int, block: int) -> int:
         """How many tiles the schedule has room for (``varlen_schedule.py``)."""
