@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import cases, harness, make_policy, overhead, report, special  # noqa: E402
+from benchmarks import cases, harness, make_policy, overhead, report, special, varlen  # noqa: E402
 
 from common import (  # noqa: E402
     TOLERANCE_FACTOR,
@@ -151,7 +151,11 @@ def test_cases_are_distinct_and_have_inputs_of_their_shapes():
 
 @pytest.mark.parametrize(
     ("main", "kind", "arguments"),
-    [(special.main, "special", ["--only", "gqa"]), (overhead.main, "overhead", ["--only", "dense"])],
+    [
+        (special.main, "special", ["--only", "gqa"]),
+        (overhead.main, "overhead", ["--only", "dense"]),
+        (varlen.main, "varlen", ["--only", "equal 32x,window"]),
+    ],
 )
 def test_scripts_run_at_tiny_sizes_on_a_cpu(tmp_path, capsys, main, kind, arguments):
     from torch_flashbackend import decisions, policy
@@ -169,6 +173,11 @@ def test_scripts_run_at_tiny_sizes_on_a_cpu(tmp_path, capsys, main, kind, argume
             assert row["refused"] == {} and row["difference"]["triton"] < 0.02
             assert set(row["ms"]) == {"forward", "backward"}
             assert set(row["eager_us"]["training"]) == {"triton", "default"}
+    if kind == "varlen":
+        for row in data["rows"]:
+            assert {"varlen"} <= set(row["ms"]["backward"]) and row["policy_case"] == "packed"
+            assert all(difference < 1e-4 for difference in row.get("difference", {}).values())
+        assert {"varlen", "default", "dense"} in [set(row["ms"]["forward"]) for row in data["rows"]]
 
 
 # ------------------------------------------------------------------------------------------------------- policy, report

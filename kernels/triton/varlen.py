@@ -111,9 +111,9 @@ class _PackedCall(_Call):
     def facts(self, device, target) -> tuple[str, int, bool]:
         """As of dense calls, without tensor maps on sm_100: a third copy of the loop does not fit its memory."""
         family, multiprocessors, has_tma = super().facts(device, target)
-        if has_tma and (target is not None or device.type == "cuda"):
-            has_tma = not 100 <= (target or device_target(device)).arch < 110
-        return family, multiprocessors, has_tma
+        on_gpu = has_tma and (target is not None or device.type == "cuda")
+        self.is_sm_100 = on_gpu and 100 <= (target or device_target(device)).arch < 110
+        return family, multiprocessors, has_tma and not self.is_sm_100
 
     def strides(self, names: str, tensor: Tensor, prefix: str = "stride_") -> dict:
         """{stride_xh, stride_xm, stride_xd} of a packed tensor."""
@@ -127,7 +127,10 @@ class _PackedCall(_Call):
         """As of dense calls; softcap and ALiBi want registers as masks do, where they bind."""
         if self.transformed and kernel == "backward_query":
             return choose(kernel, self.family, self.dtype.itemsize, self.head_dim_padded, "masked")
-        return super().tile(kernel)
+        tile = super().tile(kernel)
+        if self.is_sm_100 and kernel == "backward_key_value" and self.head_dim_padded > 128:
+            return dataclasses.replace(tile, num_stages=1)  # two do not fit without tensor maps
+        return tile
 
     def slots(self, total: int, block: int) -> int:
         """How many tiles the schedule has room for (``varlen_schedule.py``)."""
