@@ -1,4 +1,4 @@
-"""Turns results of attention.py, special.py and varlen.py into a policy: which measured calls are faster on our kernels.
+"""Turns results of attention.py, special.py and varlen.py into a policy: which measured calls our kernels do faster.
 
     python -m benchmarks.make_policy benchmarks/results/nvidia_h200_{special,special_inference,attention}.json
 

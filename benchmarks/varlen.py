@@ -165,8 +165,8 @@ def dense_call(case: VarlenCase, inputs: Inputs) -> Callable[[], Tensor]:
         raise RuntimeError("the dense kernel takes equal lengths without a window")
     dense = [t.unflatten(0, (len(case.lengths), -1)).transpose(1, 2) for t in inputs.leaves]
     gqa = case.heads != case.kv_heads
-    return lambda: F.scaled_dot_product_attention(*dense, is_causal=case.causal, enable_gqa=gqa).transpose(1, 2).flatten(
-        0, 1
+    return lambda: (
+        F.scaled_dot_product_attention(*dense, is_causal=case.causal, enable_gqa=gqa).transpose(1, 2).flatten(0, 1)
     )
 
 

@@ -1,4 +1,4 @@
-"""flash-attn's functions: its signatures, what each argument does against float64, and errors that name the argument."""
+"""flash-attn's functions: its signatures, what each argument does against float64, errors that name the argument."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import types
 import pytest
 import torch
 from hooked import sample
+from varlen_cases import VarlenCall, judge_varlen, varlen_call
 
 from torch_flashbackend import flash_attn
-
-from varlen_cases import VarlenCall, judge_varlen, varlen_call
 
 HALF = torch.float16
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS = 2, 10, 24, 4
@@ -113,9 +112,7 @@ def test_varlen_functions():
     qkv = torch.stack((call.query, call.key, call.value), 1)
     for other in (
         flash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 12, **arguments),
-        flash_attn.flash_attn_varlen_kvpacked_func(
-            qkv[:, 0], qkv[:, 1:], cu_seqlens, cu_seqlens, 12, 12, **arguments
-        ),
+        flash_attn.flash_attn_varlen_kvpacked_func(qkv[:, 0], qkv[:, 1:], cu_seqlens, cu_seqlens, 12, 12, **arguments),
     ):
         assert torch.equal(other[0], out) and torch.equal(other[1], logsumexp)
 

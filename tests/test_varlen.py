@@ -1,4 +1,4 @@
-"""attention_varlen and its operators on a CPU, where plain PyTorch computes them: against float64, compiled, and errors."""
+"""attention_varlen and its operators on a CPU, where plain PyTorch computes them: values, compiled programs, errors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import pytest
 import torch
 from hooked import run_python
 from torch.utils.flop_counter import FlopCounterMode
+from varlen_cases import gradient_for_varlen, judge_varlen, random_varlen_call, varlen_call
 
 import torch_flashbackend
 from torch_flashbackend import varlen
-
-from varlen_cases import gradient_for_varlen, judge_varlen, random_varlen_call, varlen_call
 
 MIXED = (7, 0, 1, 12)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
+import triton
 from test_kernels_compile import TARGETS, TENSOR_CORES, assembly, check
 
 from torch_flashbackend.kernels.triton import varlen

@@ -2,8 +2,8 @@
 
     from torch_flashbackend.flash_attn import flash_attn_func, flash_attn_varlen_func
 
-They run wherever PyTorch does: on the kernels where these take the call, in PyTorch operations elsewhere (a CPU). A causal
-mask is aligned at the bottom right: the last query sees all keys. Written from flash-attn's documentation
+They run wherever PyTorch does: on the kernels where these take the call, in PyTorch operations elsewhere (a CPU). A
+causal mask is aligned at the bottom right: the last query sees all keys. Written from flash-attn's documentation
 (https://github.com/Dao-AILab/flash-attention, version 2); no code of it is used.
 
 What is the same in all functions: q [batch, seqlen_q, heads, head_dim], k and v [batch, seqlen_k, kv_heads, head_dim],
@@ -74,9 +74,10 @@ def flash_attn_func(
     if k.shape[0] != q.shape[0] or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"q, k and v do not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
     batch, seqlen_q, heads, _ = q.shape
-    rows = [tensor.flatten(0, 1) for tensor in varlen.under_autocast(q, k, v)]
+    seqlen_k = k.size(1)
+    q, k, v = (tensor.flatten(0, 1) for tensor in varlen.under_autocast(q, k, v))
     out, logsumexp = _packed(
-        *rows, None, None, seqlen_q, k.size(1), softmax_scale, left, right, softcap, alibi_slopes, batch
+        q, k, v, None, None, seqlen_q, seqlen_k, softmax_scale, left, right, softcap, alibi_slopes, batch
     )
     out = out.unflatten(0, (batch, seqlen_q))
     if return_attn_probs:
@@ -97,7 +98,8 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_func` with kv [batch, seqlen_k, 2, kv_heads, head_dim]."""
-    return flash_attn_func(q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
                            deterministic, return_attn_probs)  # fmt: skip
 
 
@@ -113,7 +115,8 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_func` with qkv [batch, seqlen, 3, heads, head_dim]."""
-    return flash_attn_func(*qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
                            deterministic, return_attn_probs)  # fmt: skip
 
 
@@ -166,7 +169,8 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_varlen_func` with kv [total_k, 2, kv_heads, head_dim]."""
-    return flash_attn_varlen_func(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
                                   softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
                                   return_attn_probs)  # fmt: skip
 
@@ -185,7 +189,8 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_varlen_func` with qkv [total, 3, heads, head_dim]."""
-    return flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p,
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p,
                                   softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
                                   return_attn_probs)  # fmt: skip
 

@@ -1,7 +1,7 @@
 """`attention_varlen`: attention over sequences of different lengths that lie packed one after the other.
 
-May import `_torch.py`, ops.py, reference_varlen.py and the kernels (these when the first GPU call needs them). Imported by
-the kernel hook, flash_attn.py and `torch_flashbackend.__init__`. Two operators, differentiable, with fake tensors and
+May import `_torch.py`, ops.py, reference_varlen.py and the kernels (these when the first GPU call needs them). Imported
+by packed.py, flash_attn.py and `torch_flashbackend.__init__`. Two operators, differentiable, with fake tensors and
 FLOP formulas:
 
     varlen_attention           -> out [total_q, H, Dv], logsumexp float32 [H, total_q]: natural logarithm, sinks

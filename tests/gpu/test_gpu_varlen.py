@@ -1,4 +1,4 @@
-"""Variable-length attention on the GPU: values and gradients against float64, what the copy engine may do wrong, graphs.
+"""Variable-length attention on the GPU: values and gradients against float64, what must not leak, captured graphs.
 
 FLASHBACKEND_RANDOM_CALLS sets how many random calls are drawn (default 200; 1,000 before a release).
 """
@@ -10,7 +10,6 @@ import os
 
 import pytest
 import torch
-
 from varlen_cases import (
     VarlenCall,
     gradient_for_varlen,
@@ -196,7 +195,9 @@ def test_a_captured_graph_sees_the_lengths_of_each_replay(plugin, device):
     grad_out = gradient_for_varlen(call)
 
     def step():
-        out = plugin.attention_varlen(call.query, call.key, call.value, cu_seqlens, cu_seqlens, 256, 256, is_causal=True)
+        out = plugin.attention_varlen(
+            call.query, call.key, call.value, cu_seqlens, cu_seqlens, 256, 256, is_causal=True
+        )
         return out, *torch.autograd.grad(out, (call.query, call.key, call.value), grad_out)
 
     stream = torch.cuda.Stream()
@@ -222,7 +223,9 @@ def test_no_host_synchronisation(plugin, device):
     cu_seqlens, _ = call.cu_seqlens()
 
     def step():
-        out = plugin.attention_varlen(call.query, call.key, call.value, cu_seqlens, cu_seqlens, 517, 517, is_causal=True)
+        out = plugin.attention_varlen(
+            call.query, call.key, call.value, cu_seqlens, cu_seqlens, 517, 517, is_causal=True
+        )
         out.backward(grad_out)
 
     grad_out = gradient_for_varlen(call)
@@ -252,7 +255,7 @@ def test_long_sums_over_grouped_heads(plugin, device):
 
 @pytest.mark.cuda_only
 def test_peak_memory_is_not_above_stocks(plugin, device):
-    """torch.nn.attention.varlen, forward and backward: stock keeps an accumulator of the query's gradient in float32."""
+    """torch.nn.attention.varlen, forward and backward: stock sums up the query's gradient in float32 memory."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     lengths = (2000, 100, 1500, 496)
     call = varlen_call(lengths, heads=16, head_dim=64, dtype=BFLOAT, device=device).leaves()

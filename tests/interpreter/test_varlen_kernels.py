@@ -12,11 +12,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
 import triton.language as tl
+from varlen_cases import VarlenCall, gradient_for_varlen, judge_varlen, varlen_call
 
 from torch_flashbackend.kernels.triton import attention, varlen
 from torch_flashbackend.kernels.triton.tiles import Tile
-
-from varlen_cases import VarlenCall, gradient_for_varlen, judge_varlen, varlen_call
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 HALF, SINGLE = torch.float16, torch.float32
