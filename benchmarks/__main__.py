@@ -1,4 +1,4 @@
-"""Every benchmark in turn, then the report: `python -m benchmarks [options of harness.parser]`, about 12 minutes.
+"""Every benchmark in turn, then the report: `python -m benchmarks [options of harness.parser]`, about 16 minutes.
 
 Each part obeys its own budget and writes its own file in benchmarks/results/. --device, --smoke and --rounds are
 handed on; --smoke writes to the folder given by --out instead and leaves README.md alone.
@@ -11,9 +11,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import attention, overhead, report, special
+from benchmarks import attention, overhead, report, special, varlen
 
-PARTS = {"attention": attention.main, "special": special.main, "overhead": overhead.main}
+PARTS = {
+    "attention": attention.main,
+    "special": special.main,
+    "varlen": varlen.main,
+    "overhead": overhead.main,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Turns results of attention.py and special.py into a policy: which measured calls are faster on our kernels.
+"""Turns results of attention.py, special.py and varlen.py into a policy: which measured calls our kernels do faster.
 
     python -m benchmarks.make_policy benchmarks/results/nvidia_h200_{special,special_inference,attention}.json
 
@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.harness import OURS, RESULTS_FORMAT, ROOT, by_backend, say, slug
 
 POLICIES = ROOT / "torch_flashbackend" / "policies"
-KINDS = ("attention", "special")
+KINDS = ("attention", "special", "varlen")
 REFUSED = 1e9  # stands for infinity: PyTorch's default does not take the call at all
 MEASURED = ("forward", "training")
 CASE_FIELDS = ("head_dim", "head_dim_v", "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k")

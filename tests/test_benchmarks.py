@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import cases, decode, harness, make_policy, overhead, report, special, training  # noqa: E402
+from benchmarks import cases, decode, harness, make_policy, overhead, report, special, training, varlen  # noqa: E402
 
 from common import (  # noqa: E402
     TOLERANCE_FACTOR,
@@ -158,6 +158,7 @@ def test_cases_are_distinct_and_have_inputs_of_their_shapes():
         (special.main, "special", ["--only", "dropout,float32"]),
         (overhead.main, "overhead", ["--only", "dense"]),
         (decode.main, "decode", ["--only", "static_cache,D64 padding"]),
+        (varlen.main, "varlen", ["--only", "equal 32x,window"]),
     ],
 )
 def test_scripts_run_at_tiny_sizes_on_a_cpu(tmp_path, capsys, main, kind, arguments):
@@ -183,6 +184,11 @@ def test_scripts_run_at_tiny_sizes_on_a_cpu(tmp_path, capsys, main, kind, argume
             training = row["case"]["training"]
             assert set(row["ms"]) == ({"forward", "backward"} if training else {"forward"})
             assert set(row["eager_us"].get("training", ())) == ({"triton", "default"} if training else set())
+    if kind == "varlen":
+        for row in data["rows"]:
+            assert {"varlen"} <= set(row["ms"]["backward"]) and row["policy_case"] == "packed"
+            assert all(difference < 1e-4 for difference in row.get("difference", {}).values())
+        assert {"varlen", "default", "dense"} in [set(row["ms"]["forward"]) for row in data["rows"]]
 
 
 # ------------------------------------------------------------------------------------------------------- policy, report

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from hooked import counting, hooked, sample
 from test_kernel_hook import assert_as_meta, hooked_backwards
+from torch.nested._internal import sdpa as nested_sdpa
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from torch.nested._internal import sdpa as nested_sdpa
-
-from torch_flashbackend import explain, policy, routing
-from torch_flashbackend.packed import Call, describe
-
 from varlen_cases import VarlenCall, gradient_for_varlen, judge_varlen, varlen_call
+
+from torch_flashbackend import policy, routing
+from torch_flashbackend.explain import explain
+from torch_flashbackend.packed import Call, describe
 
 aten = torch.ops.aten
 HALF, SINGLE = torch.float16, torch.float32

@@ -1,7 +1,7 @@
 """explain(): which kernel a call runs on and, for each one that it does not, the one condition that failed.
 
-May import torch, packed.py, problem.py, routing.py and, when asked, override.py and selection.py for what is switched on. Imported
-by the package's `__init__` and by the command line.
+May import torch, packed.py, problem.py, routing.py and, when asked, override.py and selection.py for what is switched
+on. Imported by the package's `__init__` and by the command line.
 """
 
 from __future__ import annotations

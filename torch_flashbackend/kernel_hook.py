@@ -508,8 +508,10 @@ def _flash_backward(
     if not _flash_takes(query, value):
         return None
     if is_causal and query.shape[2] != key.shape[2]:
-        rows = [tensor.transpose(1, 2) for tensor in (grad_out, query, key, value, out)]
-        grads = _equal_lengths_backward(BACKWARDS[FLASH], *rows, logsumexp, -1, 0, scale)
+        grad_rows, *rows, out_rows = (tensor.transpose(1, 2) for tensor in (grad_out, query, key, value, out))
+        grads = _equal_lengths_backward(
+            BACKWARDS[FLASH], grad_rows, rows[0], rows[1], rows[2], out_rows, logsumexp, -1, 0, scale
+        )
         return None if grads is None else tuple(grad.transpose(1, 2) for grad in grads)
     backend = _backend_for(BACKWARDS[FLASH], query, key, value, None, is_causal, scale)
     if backend is None:

@@ -1,12 +1,12 @@
 """The kernel hook's answers for packed sequences, sliding windows and causal masks aligned at the bottom right.
 
-May import `_torch.py`, decisions.py at the top, and problem, routing and varlen.py when the first call arrives. Imported
-by kernel_hook.py, and by explain.py for `describe`.
+May import `_torch.py`, decisions.py at the top, and problem, routing and varlen.py when the first call arrives.
+Imported by kernel_hook.py, and by explain.py for `describe`.
 
 What ends here: F.scaled_dot_product_attention on nested tensors of jagged layout, torch.nn.attention.varlen, and
 torch.nn.attention.bias.causal_lower_right. PyTorch's flash operators align a causal mask at the bottom right; the
-efficient ones are told which corner. The logsumexp of packed flash is [H, total_q], as ours; that of packed efficient is
-[sequences, H, longest, padded to 32].
+efficient ones are told which corner. The logsumexp of packed flash is [H, total_q], as ours; that of packed efficient
+is [sequences, H, longest, padded to 32].
 """
 
 from __future__ import annotations
@@ -150,10 +150,10 @@ def of_equal_lengths(
     query: Tensor, key: Tensor, value: Tensor, left: int, right: int, scale: float | None, bottom_right: bool = True
 ) -> Call | None:
     """Dense tensors [B, S, H, D] as a call; None if they would have to be copied."""
-    rows = [_rows_in_a_line(tensor) for tensor in (query, key, value)]
-    if any(tensor is None for tensor in rows):
+    queries, keys, values = (_rows_in_a_line(tensor) for tensor in (query, key, value))
+    if queries is None or keys is None or values is None:
         return None
-    return Call(*rows, None, None, query.size(1), key.size(1), left, right, scale, bottom_right)  # type: ignore[arg-type]
+    return Call(queries, keys, values, None, None, query.size(1), key.size(1), left, right, scale, bottom_right)
 
 
 def flash_forward(op: str, call: Call | None) -> tuple[Tensor, Tensor] | None:

@@ -1,7 +1,7 @@
 """Variable-length attention in plain PyTorch, a sequence at a time, differentiable: it states what the kernels compute.
 
-May import torch and ``reference.py``. Imported by ``varlen.py`` (CPU and MPS, double backward) and by the tests. It reads
-the lengths on the host; memory is quadratic in the longest sequence.
+May import torch only. Imported by ``varlen.py`` (CPU and MPS, double backward). It reads the lengths on the host;
+memory is quadratic in the longest sequence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`attention_varlen`: attention over sequences of different lengths that lie packed one after the other.
 
-May import `_torch.py`, ops.py, reference_varlen.py and the kernels (these when the first GPU call needs them). Imported by
-the kernel hook, flash_attn.py and `torch_flashbackend.__init__`. Two operators, differentiable, with fake tensors and
+May import `_torch.py`, ops.py, reference_varlen.py and the kernels (these when the first GPU call needs them). Imported
+by packed.py, flash_attn.py and `torch_flashbackend.__init__`. Two operators, differentiable, with fake tensors and
 FLOP formulas:
 
     varlen_attention           -> out [total_q, H, Dv], logsumexp float32 [H, total_q]: natural logarithm, sinks
@@ -29,7 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import _torch, ops, reference_varlen
 from .kernels import KernelUnavailable
 
-__all__ = ["attention_varlen", "takes"]
+__all__ = ["attention_varlen", "check", "run", "takes", "under_autocast"]
 
 LARGEST_HEAD_DIM = 256
 
@@ -109,7 +109,7 @@ def attention_varlen(
     max_seqlen_q = query.size(0) if max_seqlen_q is None else max_seqlen_q
     max_seqlen_k = key.size(0) if max_seqlen_k is None else max_seqlen_k
     query, key, value = under_autocast(query, key, value)
-    _check(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
+    check(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     scale = query.size(2) ** -0.5 if scale is None else scale
     out, logsumexp = run(
         query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k,
@@ -127,8 +127,11 @@ def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype is torch.float64 or not t.is_floating_point() else t.to(dtype) for t in tensors)
 
 
-def _check(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks) -> None:
-    """Raise ValueError for shapes and types that do not fit; lengths are the GPU's and not looked at."""
+def check(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks, num_sequences=None) -> None:
+    """Raise ValueError for shapes and types that do not fit; lengths are the GPU's and not looked at.
+
+    num_sequences: how many there must be, None where cu_seqlens_q says so.
+    """
     shapes = [list(t.shape) for t in (query, key, value)]
     if not (query.dim() == key.dim() == value.dim() == 3):
         raise ValueError(f"query, key and value are [total, heads, head_dim], not {shapes}")
@@ -138,7 +141,6 @@ def _check(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slope
         raise ValueError(f"the heads of key, {key.size(1)}, must divide those of query, {query.size(1)}")
     if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
         raise ValueError(f"one floating dtype for query, key and value: {query.dtype}, {key.dtype}, {value.dtype}")
-    num_sequences = None
     for name, tensor, extra in (
         ("cu_seqlens_q", cu_seqlens_q, 1), ("cu_seqlens_k", cu_seqlens_k, 1), ("seqused_k", seqused_k, 0),
     ):  # fmt: skip
@@ -147,7 +149,7 @@ def _check(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slope
         if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != 1 or tensor.size(0) < extra:
             raise ValueError(f"{name} is an int32 or int64 vector, not {tensor.dtype} {list(tensor.shape)}")
         if num_sequences is not None and tensor.size(0) - extra != num_sequences:
-            raise ValueError(f"{name} has {tensor.size(0) - extra} sequences, cu_seqlens_q {num_sequences}")
+            raise ValueError(f"{name} has {tensor.size(0) - extra} sequences, not {num_sequences}")
         num_sequences = tensor.size(0) - extra
     heads = query.size(1)
     if alibi_slopes is not None and alibi_slopes.shape not in ((heads,), (num_sequences, heads)):

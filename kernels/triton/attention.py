@@ -121,8 +121,7 @@ class _Call:
         head_dim_v = value.size(3)
         self.device = query.device
         self.target = target
-        facts = _device_facts(query.device) if target is None else _target_facts(target)
-        self.family, self.multiprocessors, self.has_tma = facts
+        self.family, self.multiprocessors, self.has_tma = self.facts(query.device, target)
         self.dtype = query.dtype
         self.batch, self.heads, self.seqlen_q, self.seqlen_k = batch, heads, seqlen_q, key.size(2)
         self.kv_heads = key.size(1)
@@ -191,6 +190,10 @@ class _Call:
             "seqlen_q": ("i32", seqlen_q),
             "seqlen_k": ("i32", self.seqlen_k),
         }
+
+    def facts(self, device, target) -> tuple[str, int, bool]:
+        """(tile family, number of multiprocessors, may tensor maps be used) of a device, or of a target."""
+        return _device_facts(device) if target is None else _target_facts(target)
 
     def worth_listing(self, query, mask) -> bool:
         shape = [size if stride else 1 for size, stride in zip(mask.shape, self.mask_strides)]

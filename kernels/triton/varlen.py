@@ -18,8 +18,8 @@ from . import varlen_backward as backward_kernels
 from . import varlen_forward as forward_kernels
 from . import varlen_schedule as schedule_kernels
 from .attention import _Call
-from .launch import Launch
-from .tiles import Tile
+from .launch import Launch, device_target
+from .tiles import Tile, choose
 from .varlen_common import ENTRY as _ENTRY
 from .varlen_common import STATISTICS_ALIGNMENT as _ALIGNMENT
 
@@ -40,7 +40,7 @@ class Options:
 
     window_left, window_right: how many keys before and after its own position a query sees, -1 for all. bottom_right:
     the last query's position is the last key's; otherwise the first's the first's. softcap 0.0: none. max_seqlen_q and
-    max_seqlen_k: how long all sequences are where there is no cu_seqlens_q or cu_seqlens_k, otherwise a bound, 0 for none.
+    max_seqlen_k: how long all sequences are where there is no cu_seqlens_q or cu_seqlens_k, otherwise a bound or 0.
     """
 
     scale: float
@@ -69,10 +69,12 @@ class Extras:
     sinks: Tensor | None = None
 
     def signature(self) -> tuple:
+        """What a plan depends on."""
         tensors = self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k, self.alibi_slopes, self.sinks
         return tuple(None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors)
 
     def num_sequences(self, total_q: int, options: Options) -> int:
+        """As the tensors' sizes say it."""
         for cu_seqlens in (self.cu_seqlens_q, self.cu_seqlens_k):
             if cu_seqlens is not None:
                 return cu_seqlens.size(0) - 1
@@ -85,7 +87,7 @@ class _PackedCall(_Call):
     def __init__(self, query, key, value, options: Options, extras: Extras, tensors, target=None):
         views = [_as_rank_4(tensor) for tensor in tensors]
         super().__init__(_as_rank_4(query), _as_rank_4(key), _as_rank_4(value), None, 0.0, options.window_right >= 0,
-                         options.scale, views, options.allow_tf32, target)  # fmt: skip
+                         options.scale, views, options.allow_tf32, target)
         self.total_q, self.total_k = query.size(0), key.size(0)
         self.num_sequences = extras.num_sequences(self.total_q, options)
         transformed = options.softcap > 0.0 or extras.alibi_slopes is not None
@@ -108,6 +110,13 @@ class _PackedCall(_Call):
             "ALIBI": slopes is not None,
         }
 
+    def facts(self, device, target) -> tuple[str, int, bool]:
+        """As of dense calls, without tensor maps on sm_100: a third copy of the loop does not fit its memory."""
+        family, multiprocessors, has_tma = super().facts(device, target)
+        on_gpu = has_tma and (target is not None or device.type == "cuda")
+        self.is_sm_100 = on_gpu and 100 <= (target or device_target(device)).arch < 110
+        return family, multiprocessors, has_tma and not self.is_sm_100
+
     def strides(self, names: str, tensor: Tensor, prefix: str = "stride_") -> dict:
         """{stride_xh, stride_xm, stride_xd} of a packed tensor."""
         return dict(list(super().strides(f"{names.split()[0]}b {names}", _as_rank_4(tensor), prefix).items())[1:])
@@ -115,6 +124,15 @@ class _PackedCall(_Call):
     def divisors(self, pointers: dict, strides: dict, mask_strides: dict) -> dict:
         found = super().divisors(pointers, strides, mask_strides)
         return {name: divisor for name, divisor in found.items() if name not in ("alibi_slopes", "sinks")}
+
+    def tile(self, kernel: str) -> Tile:
+        """As of dense calls; softcap and ALiBi want registers as masks do, where they bind."""
+        if self.transformed and kernel == "backward_query":
+            return choose(kernel, self.family, self.dtype.itemsize, self.head_dim_padded, "masked")
+        tile = super().tile(kernel)
+        if self.is_sm_100 and kernel == "backward_key_value" and self.head_dim_padded > 128:
+            return dataclasses.replace(tile, num_stages=1)  # two do not fit without tensor maps
+        return tile
 
     def slots(self, total: int, block: int) -> int:
         """How many tiles the schedule has room for (``varlen_schedule.py``)."""
@@ -133,19 +151,19 @@ class _Schedule:
         self._shape = (self.query_slots + self.key_slots, _ENTRY.value)
         self.entries = torch.empty(0, dtype=torch.int32, device=call.device)  # for the type's sake
         pointers = {"cu_seqlens_q": extras.cu_seqlens_q, "cu_seqlens_k": extras.cu_seqlens_k,
-                    "seqused_k": extras.seqused_k, "entries": self.entries}  # fmt: skip
+                    "seqused_k": extras.seqused_k, "entries": self.entries}
         counts = {"num_sequences": call.num_sequences, "seqlen_q": options.max_seqlen_q,
                   "seqlen_k": options.max_seqlen_k, "total_q": call.total_q, "total_k": call.total_k,
-                  "query_slots": self.query_slots, "key_slots": self.key_slots}  # fmt: skip
+                  "query_slots": self.query_slots, "key_slots": self.key_slots}
         constants = {
             "BLOCK_M": block_m, "BLOCK_N": block_n or 1, "REVERSED": options.window_right >= 0,
             "SORTED": call.num_sequences <= _MOST_SORTED, "REGULAR_Q": extras.cu_seqlens_q is None,
             "REGULAR_K": extras.cu_seqlens_k is None, "SEQUSED": extras.seqused_k is not None, "CHUNK": _CHUNK,
-        }  # fmt: skip
+        }
         programs = (call.num_sequences + 1) * (1 if block_n is None else 2)
         launch = Launch(schedule_kernels.varlen_schedule, programs, pointers,
                         {name: ("i32", count) for name, count in counts.items()}, constants, {"entries": 16}, _SCHEDULE,
-                        {})  # fmt: skip
+                        {})
         self.launch = launch if call.target is not None else launch.load(call.device)
 
     def make(self, extras: Extras) -> Tensor:
@@ -168,16 +186,16 @@ class _ForwardPlan:
             scale = abs(scale) if factor else 1.0
         pointers = {"query": query, "key": key, "value": value, "entries": self.schedule.entries,
                     "alibi_slopes": extras.alibi_slopes, "sinks": extras.sinks, "out": out,
-                    "logsumexp": logsumexp}  # fmt: skip
+                    "logsumexp": logsumexp}
         strides = (call.strides("qh qm qd", query) | call.strides("kh kn kd", key) | call.strides("vh vn vd", value)
-                   | call.strides("oh om od", out))  # fmt: skip
+                   | call.strides("oh om od", out))
         scalars = call.window | {"slots": ("i32", self.schedule.query_slots), "scale": ("fp32", scale),
-                                 "logsumexp_pitch": ("i64", logsumexp.stride(0))}  # fmt: skip
+                                 "logsumexp_pitch": ("i64", logsumexp.stride(0))}
         names = {"SINKS": extras.sinks is not None, "QUERY_FACTOR": factor}
         self.attention = _launch(
             call, forward_kernels.varlen_forward, self.schedule.query_slots * call.heads, tile, pointers, strides,
             scalars, names, {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
-        )  # fmt: skip
+        )
 
     @property
     def launches(self) -> list[Launch]:
@@ -189,7 +207,7 @@ class _BackwardPlan:
     """The launches of one backward: the schedule, dQ (always, it leaves the row statistics), then dK and dV."""
 
     def __init__(self, query, key, value, options: Options, extras: Extras, out, logsumexp, grad_out, grad_query,
-                 grad_key, grad_value, target=None):  # fmt: skip
+                 grad_key, grad_value, target=None):
         tensors = [t for t in (query, key, value, out, grad_out, grad_query, grad_key, grad_value) if t is not None]
         call = _PackedCall(query, key, value, options, extras, tensors, target)
         query_tile = call.tile("backward_query")
@@ -207,11 +225,11 @@ class _BackwardPlan:
         slopes = extras.alibi_slopes
         inputs = {"query": query, "key": key, "value": value, "entries": self.schedule.entries, "alibi_slopes": slopes}
         strides = (call.strides("qh qm qd", query) | call.strides("kh kn kd", key) | call.strides("vh vn vd", value)
-                   | call.strides("gh gm gd", grad_out))  # fmt: skip
-        scalars = call.window | {"pitch": ("i64", self.pitch), "plane": ("i64", plane),
-                                 "scale": ("fp32", call.scores_scale), "out_scale": ("fp32", options.scale)}  # fmt: skip
+                   | call.strides("gh gm gd", grad_out))
+        scalars = call.window | {"pitch": ("i64", self.pitch), "plane": ("i64", plane)}
+        scalars |= {"scale": ("fp32", call.scores_scale), "out_scale": ("fp32", options.scale)}
         pointers = inputs | {"out": out, "logsumexp": logsumexp, "grad_out": grad_out, "statistics": statistics,
-                             "grad_query": grad_query}  # fmt: skip
+                             "grad_query": grad_query}
         query_strides = strides | call.strides("oh om od", out)
         query_strides |= call.strides("dqh dqm dqd", query if grad_query is None else grad_query)
         slots = self.schedule.query_slots
@@ -220,11 +238,11 @@ class _BackwardPlan:
             scalars | {"slots": ("i32", slots), "logsumexp_pitch": ("i64", logsumexp.stride(0))},
             {"ONLY_DELTA": grad_query is None},
             {"key": (query_tile.block_n, call.block_d), "value": (query_tile.block_n, call.block_dv)},
-        )  # fmt: skip
+        )
         self.key_value = None
         if key_tile is not None:
             pointers = inputs | {"statistics": statistics, "grad_out": grad_out, "grad_key": grad_key,
-                                 "grad_value": grad_value}  # fmt: skip
+                                 "grad_value": grad_value}
             key_strides = strides | call.strides("dkh dkn dkd", grad_key) | call.strides("dvh dvn dvd", grad_value)
             key_slots = self.schedule.key_slots
             rows = min(options.max_seqlen_q or call.total_q, call.total_q) * (call.heads // call.kv_heads)
@@ -234,7 +252,7 @@ class _BackwardPlan:
                 {"LONG_SUM": rows > LONG_SUM_ROWS},
                 {"query": (key_tile.block_m, call.block_d), "grad_out": (key_tile.block_m, call.block_dv)},
                 torch.empty((1, 2, call.heads, self.pitch), device="meta"),
-            )  # fmt: skip
+            )
 
     @property
     def launches(self) -> list[Launch]:
@@ -244,7 +262,7 @@ class _BackwardPlan:
 
 
 def _launch(call: _PackedCall, kernel, programs, tile, pointers, strides, scalars, names, streamed,
-            rows_of_statistics=None) -> Launch:  # fmt: skip
+            rows_of_statistics=None) -> Launch:
     """`_Call.launch` for packed tensors: those that the kernel's loop walks are described by tensor maps of rank 4."""
     ranked = {name: _as_rank_4(t) if name in streamed else t for name, t in pointers.items()}
     used = {name: stride for name, stride in strides.items() if name in kernel.arg_names}
@@ -270,7 +288,7 @@ def _find(tensors: tuple, rest: tuple, make):
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, options: Options, extras: Extras, out: Tensor,
-            logsumexp: Tensor) -> None:  # fmt: skip
+            logsumexp: Tensor) -> None:
     """Fill out [total_q, H, Dv] (any strides) and logsumexp float32 [H, total_q] (rows dense, -inf: no key seen).
 
     query [total_q, H, D], key [total_k, Hkv, D], value [total_k, Hkv, Dv] of one dtype (float16, bfloat16, float32).
@@ -278,14 +296,14 @@ def forward(query: Tensor, key: Tensor, value: Tensor, options: Options, extras:
     """
     rest = (options, extras.signature(), logsumexp.stride(0))
     plan = _find((query, key, value, out), rest, lambda: _ForwardPlan(
-        query, key, value, options, extras, out, logsumexp))  # fmt: skip
+        query, key, value, options, extras, out, logsumexp))
     entries = plan.schedule.make(extras)
     plan.attention(query, key, value, entries, extras.alibi_slopes, extras.sinks, out, logsumexp)
 
 
 def backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, options: Options, extras: Extras, out: Tensor,
              logsumexp: Tensor, grad_query: Tensor | None, grad_key: Tensor | None,
-             grad_value: Tensor | None) -> Tensor | None:  # fmt: skip
+             grad_value: Tensor | None) -> Tensor | None:
     """Fill grad_query, grad_key, grad_value (None: not needed; key and value together); the sinks' gradient, if any.
 
     Arguments as in ``forward``; logsumexp may mark rows that see no key by +inf as well. The sinks' gradient is float32
@@ -295,7 +313,7 @@ def backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, option
     tensors += [grad for grad in (grad_query, grad_key, grad_value) if grad is not None]
     rest = (options, extras.signature(), logsumexp.stride(0), grad_query is None, grad_key is None)
     plan = _find(tuple(tensors), rest, lambda: _BackwardPlan(
-        query, key, value, options, extras, out, logsumexp, grad_out, grad_query, grad_key, grad_value))  # fmt: skip
+        query, key, value, options, extras, out, logsumexp, grad_out, grad_query, grad_key, grad_value))
     shape = (2, plan.heads, plan.pitch)
     if extras.sinks is None:
         statistics = _torch.empty_float32(query, shape, (plan.heads * plan.pitch, plan.pitch, 1))
@@ -306,7 +324,7 @@ def backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, option
     if plan.key_value is not None:
         plan.key_value(
             query, key, value, entries, extras.alibi_slopes, statistics, grad_out, grad_key, grad_value
-        )  # fmt: skip
+        )
     if extras.sinks is None:
         return None
     # A sink's probability in each row times what its value (0) falls short of the row's.
@@ -315,8 +333,8 @@ def backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, option
 
 
 def compile_for(target, query, key, value, *, options: Options | None = None, extras: Extras | None = None,
-                backward=True, only=None) -> dict:  # fmt: skip
-    """Compile what a call would launch on a target, without such a GPU: {name: kernel}; see ``attention.compile_for``."""
+                backward=True, only=None) -> dict:
+    """Compile what a call would launch on a target, without such a GPU: {name: kernel}, like ``attention``'s."""
     options = options or Options(scale=1.0)
     extras = extras or Extras(*(torch.zeros(3, dtype=torch.int32) for _ in range(2)))
     out = torch.empty((*query.shape[:2], value.size(2)), dtype=query.dtype)

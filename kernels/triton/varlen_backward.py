@@ -45,8 +45,8 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, delta, begin, 
                 position, slope, key, value, key_origin, kv_head, stride_kn, stride_kd, stride_vn, stride_vd, k_len,
                 window_left, window_right, scale, cap, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
                 BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr,
-                CLEAR: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-                UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
+                CLEAR: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+                ALIBI: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
     """The loop of varlen_backward_query over the keys begin..end (see the forward's)."""
     keys = tl.arange(0, BLOCK_N)
     PRECISE: tl.constexpr = query_tile.dtype == tl.float32
@@ -92,8 +92,8 @@ def varlen_backward_query(
     """grad_query like query, and the row statistics. ONLY_DELTA: the query needs no gradient.
 
     statistics is float32, two planes of [H, pitch]: logsumexp times log2(e), with +inf for rows that see no key and
-    those past the last, and delta = rowsum(grad_out * out); a sequence's rows begin at its statistics_start. Arguments as the forward's; scale
-    has its sign here, out_scale is the softmax scale.
+    those past the last, and delta = rowsum(grad_out * out); a sequence's rows begin at its statistics_start. Arguments
+    as the forward's; scale has its sign here, out_scale is the softmax scale.
     """
     program = tl.program_id(0)
     head = program // slots

@@ -1,9 +1,9 @@
 """Variable-length attention forward: ``forward.py``'s method for sequences packed one after the other.
 
 One program computes BLOCK_M query rows of one head of one sequence; which, the schedule says (``varlen_schedule.py``).
-Key tiles outside of the causal or sliding window are not visited. The copy engine brings tiles as they lie in memory: one
-that reaches past the end of its sequence has rows of the next. Their probabilities are 0, and 0 times anything is 0 but
-for NaN and infinity: a program that has seen such rows and ends with a NaN computes once more, clearing them. That
+Key tiles outside of the causal or sliding window are not visited. The copy engine brings tiles as they lie in memory:
+one that reaches past the end of its sequence has rows of the next. Their probabilities are 0, and 0 times anything is 0
+but for NaN and infinity: a program that has seen such rows and ends with a NaN computes once more, clearing them. That
 costs a look at the accumulator; clearing them always costs a third of such a tile's instructions.
 
     scores = softcap(scale * query @ key^T) - slope * |position - key|, -inf outside of the window

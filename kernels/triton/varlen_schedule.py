@@ -1,12 +1,12 @@
 """The schedule of variable-length attention: which program computes which tile of which sequence.
 
 The lengths are on the GPU alone, so the host launches as many programs as any lengths could need, and this small kernel
-writes a line for each: sum(ceil(length / BLOCK)) is at most total // BLOCK + number of sequences. The longest work comes
-first, so that the GPU does not end on one long tile: tiles are ordered by the length of what they loop over. Rows behind
-the last sequence are one more sequence, of queries that see no key and keys that no query sees: they get zeros.
+writes a line for each: sum(ceil(length / BLOCK)) is at most total // BLOCK + number of sequences. The longest work
+comes first, so that the GPU does not end on one long tile: tiles are ordered by the length of what they loop over. Rows
+behind the last sequence are one more sequence, of queries that see no key and keys that no query sees: they get zeros.
 
-One program a sequence; it counts the tiles that go before its own (a look at all lengths: quadratic, 4 us for a thousand
-sequences), or, not SORTED, leaves gaps: its first line is start // BLOCK + its number.
+One program a sequence; it counts the tiles that go before its own (a look at all lengths, so quadratic in their
+number), or, not SORTED, leaves gaps: its first line is start // BLOCK + its number.
 
 May import triton and ``varlen_common.py`` only. Launched by ``varlen.py``.
 """

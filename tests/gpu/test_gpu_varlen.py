@@ -1,4 +1,4 @@
-"""Variable-length attention on the GPU: values and gradients against float64, what the copy engine may do wrong, graphs.
+"""Variable-length attention on the GPU: values and gradients against float64, what must not leak, captured graphs.
 
 FLASHBACKEND_RANDOM_CALLS sets how many random calls are drawn (default 200; 1,000 before a release).
 """
@@ -10,7 +10,6 @@ import os
 
 import pytest
 import torch
-
 from varlen_cases import (
     VarlenCall,
     gradient_for_varlen,
@@ -256,7 +255,7 @@ def test_long_sums_over_grouped_heads(plugin, device):
 
 @pytest.mark.cuda_only
 def test_peak_memory_is_not_above_stocks(plugin, device):
-    """torch.nn.attention.varlen, forward and backward: stock keeps an accumulator of the query's gradient in float32."""
+    """torch.nn.attention.varlen, forward and backward: stock sums up the query's gradient in float32 memory."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     lengths = (2000, 100, 1500, 496)
     call = varlen_call(lengths, heads=16, head_dim=64, dtype=BFLOAT, device=device).leaves()
