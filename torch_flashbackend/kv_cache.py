@@ -8,7 +8,7 @@ layout [batch, heads, seqlen, head_dim], so that compiled programs hold them:
     append  -> the turned queries  writes into the cache; a rotary embedding turns keys and queries
 
 On CUDA the kernels of ``kernels/triton`` run; elsewhere plain PyTorch, which states what they compute. May import
-torch, `_torch.py` and the kernels (these when a GPU call first needs them).
+torch, `_torch.py`, reference.py and the kernels (these when a GPU call first needs them).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import _torch
+from . import _torch, reference
 
 __all__ = ["attend"]
 
@@ -102,9 +102,10 @@ def attend(
             block_table, rotary_interleaved, left >= 0 or right >= 0,
         )  # fmt: skip
         query = query if rotary_cos is None else turned
+    scale = reference.default_scale(q.size(-1)) if softmax_scale is None else float(softmax_scale)
     out, logsumexp = _decode(
         query, key_cache, value_cache, None, sinks, alibi_slopes, cache_seqlens, cache_leftpad, cache_batch_idx,
-        block_table, q.size(-1) ** -0.5 if softmax_scale is None else float(softmax_scale), False, True, 0, left, right,
+        block_table, scale, False, True, 0, left, right,
         float(softcap), num_splits, more, return_softmax_lse,
     )  # fmt: skip
     out = out.transpose(1, 2)

@@ -1,6 +1,6 @@
 """The kernel hook's answers for packed sequences, sliding windows and causal masks aligned at the bottom right.
 
-May import `_torch.py`, decisions.py at the top, and problem, routing and varlen.py when the first call arrives.
+May import `_torch.py`, decisions.py and reference.py at the top, and problem, routing and varlen.py when the first call arrives.
 Imported by kernel_hook.py, and by explain.py for `describe`.
 
 What ends here: F.scaled_dot_product_attention on nested tensors of jagged layout, torch.nn.attention.varlen, and
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _torch, decisions
+from . import _torch, decisions, reference
 
 __all__ = [
     "Call", "describe", "efficient_backward", "efficient_forward", "flash_backward", "flash_fits", "flash_forward",
@@ -60,7 +60,7 @@ class Call:
 
     def arguments(self) -> tuple[Any, ...]:
         """Those of the operators after value."""
-        scale = self.query.size(2) ** -0.5 if self.scale is None else self.scale
+        scale = reference.default_scale(self.query.size(2)) if self.scale is None else self.scale
         return (
             self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k, None, None, self.max_q, self.max_k, scale, self.left,
             self.right, self.bottom_right, 0.0,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import _torch, ops, reference_varlen
+from . import _torch, ops, reference, reference_varlen
 from .kernels import KernelUnavailable
 
 __all__ = ["attention_varlen", "check", "run", "takes", "under_autocast"]
@@ -110,7 +110,7 @@ def attention_varlen(
     max_seqlen_k = key.size(0) if max_seqlen_k is None else max_seqlen_k
     query, key, value = under_autocast(query, key, value)
     check(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
-    scale = query.size(2) ** -0.5 if scale is None else scale
+    scale = reference.default_scale(query.size(2)) if scale is None else scale
     out, logsumexp = run(
         query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k,
         scale, left, right, causal_alignment == "bottom_right", softcap,
