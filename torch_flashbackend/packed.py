@@ -1,7 +1,7 @@
 """The kernel hook's answers for packed sequences, sliding windows and causal masks aligned at the bottom right.
 
-May import `_torch.py`, decisions.py and reference.py at the top, and problem, routing and varlen.py when the first call arrives.
-Imported by kernel_hook.py, and by explain.py for `describe`.
+May import `_torch.py`, decisions.py and reference.py at the top, and problem, routing and varlen.py when the first call
+arrives. Imported by kernel_hook.py, and by explain.py for `describe`.
 
 What ends here: F.scaled_dot_product_attention on nested tensors of jagged layout, torch.nn.attention.varlen, and
 torch.nn.attention.bias.causal_lower_right. PyTorch's flash operators align a causal mask at the bottom right; the
