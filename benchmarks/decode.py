@@ -104,7 +104,8 @@ def measure_case(case: Case, meter: Meter, rounds: int, smoke: bool) -> dict[str
     moved = used_bytes(case, first)
     number = 2 if smoke else max(2, min(MOST_SETS, math.ceil(KEPT_BYTES / moved), int(LARGEST_BYTES // case.bytes)))
     sets = [first, *(make_inputs(case, device, training=False, seed=seed) for seed in range(1, number))]
-    row: dict[str, Any] = {"label": case.label, "case": case.to_json(), "sets": number, "bytes": moved, "refused": {}}
+    row: dict[str, Any] = {"label": case.label, "case": case.to_json(), "policy_case": case.policy_case}
+    row |= {"sets": number, "bytes": moved, "refused": {}}
     recorded: dict[str, Recorded] = {}
     for name in CONTENDERS:
         try:
@@ -118,7 +119,7 @@ def measure_case(case: Case, meter: Meter, rounds: int, smoke: bool) -> dict[str
     row["tb_per_s"] = {name: significant(moved / us * 1e-6, 4) for name, us in times.items()}
     eager = {name: Run(recorded[name].calls[0], recorded[name].context) for name in ("triton", "default")
              if name in recorded}  # fmt: skip
-    row["eager_us"] = {name: significant(us, 4) for name, us in meter.eager_times(eager).items()}
+    row["eager_us"] = {"forward": {name: significant(us, 4) for name, us in meter.eager_times(eager).items()}}
     if len(eager) == 2:
         row["our_kernels"] = contenders.kernels_launched(eager["triton"])
         row["difference"] = significant(contenders.difference(eager["triton"], eager["default"]), 3)
@@ -145,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         row = measure_case(case, meter, 2 if arguments.smoke else 2 * arguments.rounds + 1, arguments.smoke)
         results.add(row)
         shown = "  ".join(f"{name} {us} us {row['tb_per_s'][name]} TB/s" for name, us in row["us"].items())
-        harness.say(f"{case.label}: {shown}  eager {row['eager_us']}")
+        harness.say(f"{case.label}: {shown}  eager {row['eager_us']['forward']}")
         if meter.cuda:
             torch.cuda.empty_cache()
     results.finish(left)

@@ -1,6 +1,6 @@
-"""Turns results of attention.py, special.py and varlen.py into a policy: which measured calls our kernels do faster.
+"""Turns results of the benchmarks into a policy: which measured calls our kernels do faster.
 
-    python -m benchmarks.make_policy benchmarks/results/nvidia_h200_{special,special_inference,attention}.json
+    python -m benchmarks.make_policy benchmarks/results/nvidia_h200_{special,special_inference,decode,varlen,attention}.json
 
 Writes torch_flashbackend/policies/<gpu>.json, which policy.py reads. Its ratios are eager times, CPU and GPU together:
 what PyTorch's default takes, divided by what ours takes, for the forward without gradients and for forward plus
@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.harness import OURS, RESULTS_FORMAT, ROOT, by_backend, say, slug
 
 POLICIES = ROOT / "torch_flashbackend" / "policies"
-KINDS = ("attention", "special", "varlen")
+KINDS = ("attention", "special", "decode", "varlen")
 REFUSED = 1e9  # stands for infinity: PyTorch's default does not take the call at all
 MEASURED = ("forward", "training")
 CASE_FIELDS = ("head_dim", "head_dim_v", "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k")

@@ -25,7 +25,7 @@ NOTHING = (
     "No results file is committed yet. `make bench` on a GPU writes one, "
     "`benchmarks/report.py` fills this section from it."
 )
-KINDS = ("attention", "special", "overhead", "training")
+KINDS = ("attention", "special", "overhead", "training", "decode", "varlen")
 PASSES = ("forward", "backward")
 PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms")
 # What the groups of special.py are called in the table.
@@ -109,6 +109,10 @@ def _gpu_parts(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> l
             parts.append(f"![TFLOP/s by sequence length]({plot.relative_to(ROOT)})")
     if "special" in kinds:
         parts += _special(kinds["special"]["rows"])
+    if "decode" in kinds:
+        parts += _decode(kinds["decode"]["rows"])
+    if "varlen" in kinds:
+        parts += _varlen(kinds["varlen"]["rows"])
     if "overhead" in kinds:
         parts += _overhead(kinds["overhead"]["rows"])
         left_out = kinds["overhead"].get("not_measured") or []
@@ -233,6 +237,43 @@ def _memory(rows: list[dict[str, Any]]) -> str:
         if ratios:
             parts.append(f"{words} {geometric_mean(ratios):.2f} times PyTorch's (worst {max(ratios):.2f})")
     return f"Peak memory of a call: {', '.join(parts)}." if parts else ""
+
+
+def _decode(rows: list[dict[str, Any]]) -> list[str]:
+    """A few queries over long caches: what a call takes in a CUDA graph, with keys that no cache holds."""
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        case, us = row["case"], row["us"]
+        if "default" not in us:
+            continue
+        if case["mask"]:
+            name = "static cache, or padding, as a bool mask"
+        else:
+            queries = "one query" if case["seqlen_q"] == 1 else "2 to 8 queries"
+            name = f"{queries}, {case['heads'] // case['kv_heads']} for each key head, D = {case['head_dim']}"
+        groups.setdefault(name, []).append(us["default"] / us["triton"])
+    body = [
+        [name, str(len(found)), f"{geometric_mean(found):.2f}", f"{min(found):.2f}", f"{max(found):.2f}"]
+        for name, found in groups.items()
+    ]
+    head = ["decoding in a CUDA graph", "number", "mean", "worst", "best"]
+    return ["Decoding, batches of 1 to 64 over 1,024 to 131,072 keys: PyTorch's time over ours.", _table(head, body)]
+
+
+def _varlen(rows: list[dict[str, Any]]) -> list[str]:
+    """Packed sequences: our operator and PyTorch's default for nested tensors."""
+    body = []
+    for row in rows:
+        cells = []
+        for name in ("forward", "backward"):
+            rates = row["tflops"].get(name, {})
+            ours, default = rates.get("varlen"), rates.get("default")
+            cells += (
+                [f"{ours:.0f}", f"{default:.0f} ({ours / default:.2f})" if default else "-"] if ours else ["-", "-"]
+            )
+        body.append([row["label"], *cells])
+    head = ["packed sequences, TFLOP/s", "forward", "PyTorch's (ratio)", "backward", "PyTorch's (ratio)"]
+    return ["`attention_varlen` and PyTorch's default for nested tensors, GPU time.", _table(head, body)]
 
 
 def _overhead(rows: list[dict[str, Any]]) -> list[str]:
