@@ -1,6 +1,7 @@
 """Turns results of the benchmarks into a policy: which measured calls our kernels do faster.
 
-    python -m benchmarks.make_policy benchmarks/results/nvidia_h200_{special,special_inference,decode,varlen,attention}.json
+    cd benchmarks/results
+    python -m benchmarks.make_policy nvidia_h200_{special,special_inference,decode,varlen,attention}.json
 
 Writes torch_flashbackend/policies/<gpu>.json, which policy.py reads. Its ratios are eager times, CPU and GPU together:
 what PyTorch's default takes, divided by what ours takes, for the forward without gradients and for forward plus

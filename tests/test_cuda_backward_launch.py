@@ -106,12 +106,12 @@ def test_parameters_of_the_launches(cuda, head_dim, deterministic):
     assert (params.logsumexp_pitch, params.q_tiles, params.k_tiles) == (300, q_tiles, k_tiles)
     assert (params.head_dim, params.head_dim_v, params.num_kv_heads) == (head_dim, head_dim, 2)
     assert params.softmax_scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
-    # Statistics, sums and semaphores follow each other and end with the workspace.
-    statistics, sums = 8 * q_tiles * 2 * tile.block_m, 8 * q_tiles * tile.block_m * padded
-    assert params.statistics == MEMORY
-    assert params.sums == MEMORY + 4 * statistics
+    # The statistics wait where the gradient will be; sums and semaphores are the workspace.
+    sums = 8 * q_tiles * tile.block_m * padded
+    assert params.statistics == grad_query.data_ptr()
+    assert params.sums == MEMORY
     assert params.semaphores == params.sums + 4 * sums
-    assert cuda.workspace == statistics + sums + (8 * q_tiles * tile.num_warpgroups if deterministic else 0)
+    assert cuda.workspace == sums + (8 * q_tiles * tile.num_warpgroups if deterministic else 0)
     assert params.counters == (4096 if deterministic else None)
     defines = cuda.compiled[-1].defines
     assert (defines["HEAD_DIM"], defines["DETERMINISTIC"]) == (padded, deterministic)
@@ -127,6 +127,20 @@ def test_no_gradient_of_the_query_no_last_kernel(cuda):
     run(listed)
     assert len(cuda.launches) == 2
     assert params_of(cuda, 1)[1].grad_query is None
+
+
+@pytest.mark.parametrize("why", ["no gradient", "gaps", "few rows"])
+def test_statistics_that_the_gradient_of_the_query_has_no_room_for(cuda, why):
+    listed = tensors(seqlen_q=1 if why == "few rows" else 300, head_dim=64)
+    if why == "no gradient":
+        listed[6] = None
+    if why == "gaps":
+        listed[6] = OnDevice(torch.empty(2, 4, 300, 80, dtype=torch.bfloat16, device="meta")[..., :64], 7 << 20)
+    run(listed)
+    params = params_of(cuda, 1)[1]
+    tile = tiles.choose_backward(64, 64, True)
+    assert params.statistics == MEMORY
+    assert params.sums == MEMORY + 4 * 8 * params.q_tiles * 2 * tile.block_m
 
 
 def test_calls_without_a_kernel(cuda):

@@ -36,6 +36,12 @@ class OnDevice:
     def size(self, dim):
         return self._tensor.size(dim)
 
+    def numel(self):
+        return self._tensor.numel()
+
+    def element_size(self):
+        return self._tensor.element_size()
+
     def stride(self, dim=None):
         return self._tensor.stride() if dim is None else self._tensor.stride(dim)
 

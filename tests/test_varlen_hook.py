@@ -186,6 +186,22 @@ def test_a_window_over_dense_tensors(window):
     judge_varlen(call, results, grad_out.flatten(0, 1))
 
 
+@pytest.mark.parametrize("mask_type", [0, 1, 2])
+def test_efficient_over_dense_tensors_is_taken_with_a_mask_at_the_bottom_right_alone(mask_type):
+    """The others come from scaled_dot_product_attention, judged before by its own name."""
+    tensors = [sample(2, n, 2, 16, seed=i) for i, n in enumerate((12, 30, 30))]
+    with hooked(kernel_key="CPU"), counting() as count:
+        if mask_type != 2:
+            with pytest.raises((NotImplementedError, RuntimeError, AttributeError)):
+                aten._efficient_attention_forward(*tensors, None, None, None, None, None, 0.0, mask_type, True)
+            assert count("triton") == 0
+            return
+        result = aten._efficient_attention_forward(*tensors, None, None, None, None, None, 0.0, mask_type, True)
+    call = VarlenCall(*(tensor.flatten(0, 1) for tensor in tensors), (12, 12), (30, 30), window=(-1, 0))
+    logsumexp = result[1][:, :, :12].transpose(0, 1).flatten(1)
+    judge_varlen(call, {"out": result[0].flatten(0, 1), "logsumexp": logsumexp})
+
+
 def test_an_explicit_choice_of_another_backend_is_honoured():
     args, kwargs = flash_arguments(packed_call())
     with hooked(kernel_key="CPU"), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), counting() as count:

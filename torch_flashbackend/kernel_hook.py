@@ -612,7 +612,8 @@ def _packed_efficient(
         return None
     right, bottom_right = -1 if custom_mask_type == 0 else 0, custom_mask_type == 2
     if cu_seqlens_q is None and cu_seqlens_k is None:
-        if not _dense(query, key, value, 2):
+        # The other masks are those of stock's scaled_dot_product_attention, which has been judged by its own name.
+        if not bottom_right or not _dense(query, key, value, 2):
             return None
         return packed.of_equal_lengths(query, key, value, -1, right, scale, bottom_right)
     if cu_seqlens_q is None or cu_seqlens_k is None or max_seqlen_q is None or query.shape[0] != 1:

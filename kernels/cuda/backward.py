@@ -225,6 +225,7 @@ class Plan:
         "_maps",
         "_params",
         "_semaphores_at",
+        "_statistics_in_gradient",
         "_sums_at",
         "_workspace_floats",
         "specialisation",
@@ -249,8 +250,11 @@ class Plan:
         all_q_tiles, blocks = q_tiles * batch * heads, k_tiles * batch * kv_heads
         if max(all_q_tiles, blocks) > _MAX_BLOCKS:
             raise KernelUnavailable(f"{max(all_q_tiles, blocks)} tiles are more than 32 bits count")
-        # One allocation: sums, statistics, semaphores, each at a multiple of 16 bytes.
-        self._sums_at = _round_up(all_q_tiles * 2 * tile.block_m, 4)
+        # One allocation: statistics, sums, semaphores, each at a multiple of 16 bytes. The query's gradient, which the
+        # last kernel writes when nobody needs the statistics any more, holds them where it is large enough.
+        statistics = all_q_tiles * 2 * tile.block_m
+        self._statistics_in_gradient = grad_query is not None and 4 * statistics <= _dense_bytes(grad_query)
+        self._sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 4)
         self._semaphores_at = self._sums_at + all_q_tiles * tile.block_m * spec.head_dim
         self._workspace_floats = self._semaphores_at + (all_q_tiles * tile.num_warpgroups if deterministic else 0)
         try:
@@ -321,7 +325,7 @@ class Plan:
         params.grad_out = grad_out.data_ptr()
         params.logsumexp = logsumexp.data_ptr()
         params.grad_query = None if grad_query is None else grad_query.data_ptr()
-        params.statistics = start
+        params.statistics = params.grad_query if self._statistics_in_gradient else start
         params.sums = start + 4 * self._sums_at
         params.semaphores = start + 4 * self._semaphores_at
         stream = driver.current_stream(index)
@@ -338,6 +342,12 @@ class Plan:
                     raise KernelUnavailable(f"{entry}: {error}") from error
                 raise
         self._frames.append(frame)
+
+
+def _dense_bytes(tensor: torch.Tensor) -> int:
+    """The size of a tensor's memory if it has no gaps, else 0."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() * tensor.element_size() if span == tensor.numel() else 0
 
 
 def aligned(*tensors: torch.Tensor) -> bool:

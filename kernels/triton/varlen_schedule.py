@@ -104,7 +104,7 @@ def varlen_schedule(
         tile = number
         if REVERSED:
             tile = tl.where(of_keys, number, tiles - 1 - number)
-        inside = slot < end
+        inside = (slot < end) & (slot < slots)  # lengths that overlap would make more tiles than there is room for
         entry = entries + (first_slot + slot) * ENTRY
         tl.store(entry, tl.where(used, tile, 0), mask=inside)
         tl.store(entry + 1, tl.where(used, q_start, 0), mask=inside)

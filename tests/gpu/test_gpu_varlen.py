@@ -10,6 +10,8 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 from varlen_cases import (
     VarlenCall,
     gradient_for_varlen,
@@ -275,3 +277,112 @@ def test_peak_memory_is_not_above_stocks(plugin, device):
     ours = peak(lambda: plugin.attention_varlen(*tensors))
     plugin.disable()
     assert ours <= peak(lambda: varlen.varlen_attn(*tensors))
+
+
+# What reaches these kernels by other names. On a CPU the plugin takes nothing by itself.
+
+
+def nested(tensor: torch.Tensor, offsets: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    """[total, H, D] as a nested tensor [B, H, S of each, D]."""
+    made = torch.nested.nested_tensor_from_jagged(
+        tensor, offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
+    )  # fmt: skip
+    return made.transpose(1, 2)
+
+
+@pytest.mark.cuda_only
+@pytest.mark.usefixtures("take_everything")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim,dtype", [(64, BFLOAT), (128, HALF), (40, BFLOAT), (64, SINGLE)])
+def test_nested_tensors(device, launched, note, head_dim, dtype, is_causal, compiled):
+    """float32 goes through the operators of stock's efficient kernel, with their padded logsumexp."""
+    lengths = (300, 1, 64, 517, 129)
+    window = (-1, 0) if is_causal else (-1, -1)
+    call = varlen_call(lengths, heads=2, head_dim=head_dim, dtype=dtype, device=device, window=window).leaves()
+    offsets, _ = call.cu_seqlens(torch.int64)
+    grad_out = gradient_for_varlen(call)
+
+    def attention(query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+
+    with launched():
+        tensors = [nested(t, offsets, lengths) for t in (call.query, call.key, call.value)]
+        out = (torch.compile(attention) if compiled else attention)(*tensors).transpose(1, 2).values()
+        grads = torch.autograd.grad(out, (call.query, call.key, call.value), grad_out)
+    results = {"out": out.detach(), **dict(zip(("query", "key", "value"), grads))}
+    note(judge_varlen(call, results, grad_out, stock_results_varlen(call, grad_out)))
+
+
+@pytest.mark.cuda_only
+@pytest.mark.usefixtures("take_everything")
+def test_a_backward_of_stocks_understands_our_forward_and_the_other_way_round(plugin, device):
+    lengths = (300, 1, 64, 517, 129)
+    call = varlen_call(lengths, heads=2, head_dim=64, dtype=BFLOAT, device=device, window=(-1, 0)).leaves()
+    offsets, _ = call.cu_seqlens(torch.int64)
+    grad_out = gradient_for_varlen(call)
+    for forward_by_ours in (True, False):
+        plugin.enable() if forward_by_ours else plugin.disable()
+        tensors = [nested(t, offsets, lengths) for t in (call.query, call.key, call.value)]
+        out = F.scaled_dot_product_attention(*tensors, is_causal=True).transpose(1, 2).values()
+        plugin.disable() if forward_by_ours else plugin.enable()
+        grads = torch.autograd.grad(out, (call.query, call.key, call.value), grad_out)
+        results = {"out": out.detach(), **dict(zip(("query", "key", "value"), grads))}
+        judge_varlen(call, results, grad_out, stock_results_varlen(call, grad_out))
+
+
+@pytest.mark.cuda_only
+@pytest.mark.usefixtures("take_everything")
+def test_varlen_attn_of_pytorch(device, launched, note):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    call = varlen_call(MIXED, (200, 5, 70, 64, 600, 0, 300), 2, head_dim=64, dtype=BFLOAT, device=device).leaves()
+    grad_out = gradient_for_varlen(call)
+    with launched():
+        out = varlen.varlen_attn(
+            call.query, call.key, call.value, *call.cu_seqlens(), max(call.lengths_q), max(call.lengths_k)
+        )
+        grads = torch.autograd.grad(out, (call.query, call.key, call.value), grad_out)
+    results = {"out": out.detach(), **dict(zip(("query", "key", "value"), grads))}
+    note(judge_varlen(call, results, grad_out, stock_results_varlen(call, grad_out)))
+
+
+@pytest.mark.cuda_only
+@pytest.mark.usefixtures("take_everything")
+@pytest.mark.parametrize("lengths", [(100, 300), (64, 1000)])
+def test_causal_lower_right_of_pytorch(device, launched, note, lengths):
+    seqlen_q, seqlen_k = lengths
+    call = varlen_call((seqlen_q,) * 2, (seqlen_k,) * 2, 2, head_dim=64, dtype=BFLOAT, device=device, window=(-1, 0))
+    leaves = call.leaves()
+    grad_out = gradient_for_varlen(call)
+    dense = [t.unflatten(0, (2, -1)).transpose(1, 2) for t in (leaves.query, leaves.key, leaves.value)]
+    with launched():
+        out = F.scaled_dot_product_attention(*dense, attn_mask=causal_lower_right(seqlen_q, seqlen_k))
+        out = out.transpose(1, 2).flatten(0, 1)
+        grads = torch.autograd.grad(out, (leaves.query, leaves.key, leaves.value), grad_out)
+    results = {"out": out.detach(), **dict(zip(("query", "key", "value"), grads))}
+    note(judge_varlen(call, results, grad_out, stock_results_varlen(call, grad_out)))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_flash_attn_functions(device, launched, note, name):
+    """Dense tensors with a window, softcap or slopes are packed ones of one length."""
+    from torch_flashbackend.flash_attn import flash_attn_func
+
+    options = dict(OPTIONS[name])
+    left, right = options.get("window", (-1, -1))
+    if (
+        not options.get("bottom_right", True)
+        or {"sinks", "used_k"} & set(options)
+        or options.get("alibi") == "sequences"
+    ):
+        pytest.skip("no argument of flash_attn_func")
+    call = varlen_call((150,) * 2, (260,) * 2, 4, 2, 64, dtype=BFLOAT, device=device, **options)
+    leaves = call.leaves()
+    grad_out = gradient_for_varlen(call)
+    dense = [t.unflatten(0, (2, -1)) for t in (leaves.query, leaves.key, leaves.value)]
+    with launched():
+        out = flash_attn_func(*dense, causal=right == 0, window_size=(left, right), softcap=call.softcap,
+                              alibi_slopes=call.alibi).flatten(0, 1)  # fmt: skip
+        grads = torch.autograd.grad(out, (leaves.query, leaves.key, leaves.value), grad_out)
+    results = {"out": out.detach(), **dict(zip(("query", "key", "value"), grads))}
+    note(judge_varlen(call, results, grad_out, stock_results_varlen(call, grad_out)))

@@ -35,13 +35,11 @@ OPTIONS = {
     "negative scale": {"scale": -0.4},
     "no scale": {"scale": 0.0},
 }
-# Each option of one kind beside each of the other.
+# Options of several kinds together.
 PAIRS = [
     {"softcap": 2.0, "window": (9, 5), "alibi": "heads"},
     {"sinks": True, "softcap": 2.0, "scale": -0.4},
-    {"sinks": True, "used_k": (3, 2, 0, 20), "window": (-1, 0)},
-    {"alibi": "sequences", "sinks": True, "window": (12, -1)},
-    {"scale": 0.0, "sinks": True, "window": (7, 0)},
+    {"alibi": "sequences", "sinks": True, "window": (12, -1), "used_k": (3, 2, 0, 20)},
 ]
 
 
@@ -91,7 +89,7 @@ def test_values_and_gradients(name):
     run_and_check(varlen_call(LENGTHS, OTHERS, heads=2, kv_heads=1, dtype=HALF, **OPTIONS[name]))
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "window", "softcap"])
+@pytest.mark.parametrize("name", ["window", "softcap"])
 def test_values_and_gradients_through_pointers(name):
     run_and_check(varlen_call(LENGTHS, OTHERS, heads=1, dtype=SINGLE, **OPTIONS[name]))
 
