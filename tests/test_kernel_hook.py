@@ -12,7 +12,7 @@ import torch
 from hooked import counting, forget_kernels_from_python, hooked, sample, take_valid
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torch_flashbackend import _torch, decisions, kernel_hook, ops, override, reference, routing
+from torch_flashbackend import _torch, decisions, kernel_hook, ops, override, reference, routing, sdpa_backend
 
 aten = torch.ops.aten
 HALF = torch.float16
@@ -464,3 +464,30 @@ def test_the_schemas_are_those_that_the_hooks_were_written_for():
 def test_the_operators_of_ours_are_loaded_by_the_first_taken_call():
     assert hasattr(torch.ops.flashbackend, "attention_forward")
     assert ops.run is not None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_block_that_asks_for_stock_is_heard_here(monkeypatch, compiled):
+    """Code that was compiled under sdpa_backend arrives as stock's operators, with the block still open."""
+    query, key, value = tensors("square", "contiguous")
+
+    def function(*rows):
+        return aten._scaled_dot_product_flash_attention(*rows)[0]
+
+    if compiled:
+        torch._dynamo.reset()
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with over_stand_ins(monkeypatch) as called:
+        for backends, ours in ((("stock",), False), (("math", "stock"), False), (("triton", "stock"), True)):
+            with sdpa_backend(*backends), _nothing_else():
+                out = function(query, key, value)
+            assert bool(out.any()) == ours and len(called) == (0 if ours else 1), backends
+            called.clear()
+        assert function(query, key, value).any() and not called
+
+
+class _nothing_else(torch.overrides.TorchFunctionMode):
+    """Another mode, opened inside."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))

@@ -1,6 +1,7 @@
 """sdpa_backend(...): choose by hand, per thread and per block of code, what runs F.scaled_dot_product_attention.
 
-May import direct.py, for the operator flashbackend::sdpa. Imported by the package's `__init__`.
+May import `_torch.py`, direct.py, for the operator flashbackend::sdpa, and kernel_hook.py, for names. Imported by the
+package's `__init__`.
 
 A TorchFunctionMode and not a thread-local or a context variable: Dynamo guards on the stack of these modes and on their
 attributes, so that one function compiled outside and called inside, or compiled with the block in its middle, always
@@ -20,7 +21,11 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
-from . import direct  # noqa: F401  (defines flashbackend::sdpa)
+from . import (
+    _torch,
+    direct,  # noqa: F401  (defines flashbackend::sdpa)
+    kernel_hook,
+)
 
 __all__ = ["sdpa_backend"]
 
@@ -32,6 +37,11 @@ _F_SDPA = torch.nn.functional.scaled_dot_product_attention
 _ATEN_SDPA = torch.ops.aten.scaled_dot_product_attention
 _ATEN_SDPA_DEFAULT = torch.ops.aten.scaled_dot_product_attention.default
 _SDPA = torch.ops.flashbackend.sdpa.default
+_HOOKED = frozenset(
+    operator
+    for name in (*kernel_hook.FORWARDS, *kernel_hook.BACKWARDS.values())
+    for operator in (getattr(torch.ops.aten, name), getattr(torch.ops.aten, name).default)
+)
 
 
 class sdpa_backend(TorchFunctionMode):
@@ -53,7 +63,8 @@ class sdpa_backend(TorchFunctionMode):
     It covers backward passes, which run what the forward has chosen. Non-reentrant activation checkpointing recomputes
     outside the block: pass `context_fn=lambda: (sdpa_backend(...), sdpa_backend(...))` to torch.utils.checkpoint.
     It does not cover calls that skip F.scaled_dot_product_attention, such as torch.ops.aten._flash_attention_forward;
-    and a program compiled with "stock" holds stock's operators, which an enabled plugin may still run faster.
+    and a program compiled with "stock" holds stock's operators, which an enabled plugin may run faster where no such
+    block is open, and in backward passes.
 
     Each call inside raises RuntimeError, with the condition that failed for each backend, when none takes it.
     Raises ValueError for a name that does not exist, or no name.
@@ -67,6 +78,7 @@ class sdpa_backend(TorchFunctionMode):
         if not backends:
             raise ValueError(f"name at least one backend, in order of preference: {', '.join(KNOWN)}")
         self.backends = ",".join(backends)
+        self.without_ours = not {"cuda", "triton"} & set(backends)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -78,6 +90,13 @@ class sdpa_backend(TorchFunctionMode):
                 with self:
                     return CausalBias.__torch_function__(func, types, args, kwargs)
             return _rewritten(self.backends, func, *args, **kwargs)
+        if self.without_ours and not torch.compiler.is_compiling() and func in _HOOKED:
+            # From code that was compiled in such a block: the kernel hook must not judge it.
+            before, _torch.thread_mark.stock = _torch.thread_mark.stock, True
+            try:
+                return func(*args, **kwargs)
+            finally:
+                _torch.thread_mark.stock = before
         return func(*args, **kwargs)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
