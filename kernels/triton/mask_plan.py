@@ -7,11 +7,12 @@ the mask's values, so nothing waits and a captured CUDA graph sees the values of
 from __future__ import annotations
 
 import math
+import threading
 
 import torch
 
 from . import mask_tiles as kernels
-from .launch import Launch
+from .launch import Launch, _current_stream
 from .tiles import Tile
 
 TILE = kernels.TILE.value
@@ -53,6 +54,23 @@ def _word(dtype: torch.dtype, value, count: int) -> int:
 def _repeated(bits: int, width: int, count: int) -> int:
     joined = sum(bits << width * place for place in range(count))
     return joined - (1 << width * count) if joined >> (width * count - 1) else joined
+
+
+# The largest buffer, in entries, that a thread keeps for a stream: with it, a call takes no more memory than PyTorch's.
+_KEPT = 2**17
+_thread = threading.local()
+
+
+def _buffer(size: int, device: torch.device) -> torch.Tensor:
+    """Room for the lists of one call. What runs on a stream runs in order, so a thread's calls there can share it."""
+    if device.type != "cuda" or size > _KEPT or torch.cuda.is_current_stream_capturing():
+        return torch.empty((size,), dtype=torch.int64, device=device)
+    kept = _thread.__dict__.setdefault("buffers", {})
+    key = device, _current_stream(device.index)
+    buffer = kept.get(key)
+    if buffer is None or buffer.numel() < size:
+        buffer = kept[key] = torch.empty((max(size, 2**13),), dtype=torch.int64, device=device)
+    return buffer
 
 
 class MaskTiles:
@@ -153,8 +171,8 @@ class MaskTiles:
         return self._strides[of_queries]
 
     def make(self, mask: torch.Tensor) -> torch.Tensor:
-        """Allocate and fill the buffer for this mask, on the current stream: int64, one dimension."""
-        buffer = torch.empty((self._size,), dtype=torch.int64, device=self._device)
+        """Fill a buffer for this mask, on the current stream: int64, one dimension. The next call's may be the same."""
+        buffer = _buffer(self._size, self._device)
         for launch, reads_mask in self._launches:
             if reads_mask:
                 launch(mask, buffer)
