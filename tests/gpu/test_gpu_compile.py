@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from common import attention_float64, check, expect, gradient_for, simple_call
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -195,23 +201,43 @@ def test_attention_written_by_hand_ends_in_ours_when_inductor_finds_it(plugin, l
     assert (out.double() - expected).abs().max() < 4e-3
 
 
+PACKAGED = """
+import sys, torch, torch.nn.functional as F
+import torch_flashbackend
+
+class Attention(torch.nn.Module):
+    def forward(self, query):
+        return F.scaled_dot_product_attention(query, query * 0.5, query + 1.0, is_causal=True)
+
+torch_flashbackend.enable()
+query = torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+with torch.no_grad():
+    program = torch.export.export(Attention(), (query,))
+    torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1])
+    torch.save((query, Attention()(query)), sys.argv[2])
+"""
+LOADED = """
+import sys, torch
+query, expected = torch.load(sys.argv[2])
+with torch.no_grad():
+    out = torch._inductor.aoti_load_package(sys.argv[1])(query)
+torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+assert "torch_flashbackend.ops" not in sys.modules
+"""
+
+
 @pytest.mark.cuda_only
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_packages_of_aot_inductor_hold_stocks_operators(plugin, take_everything, tmp_path):
-    class Attention(torch.nn.Module):
-        def forward(self, query):
-            return F.scaled_dot_product_attention(query, query * 0.5, query + 1.0, is_causal=True)
-
-    query = torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        program = torch.export.export(Attention(), (query,))
-        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attention.pt2"))
-        expected = Attention()(query)
-        plugin.disable()
-        out = torch._inductor.aoti_load_package(path)(query)
+def test_packages_of_aot_inductor_hold_stocks_operators(tmp_path):
+    """Made in a process with the plugin, loaded in one without."""
+    files = [str(tmp_path / "attention.pt2"), str(tmp_path / "tensors.pt")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | {"TORCH_FLASHBACKEND": ""}
+    for script in (PACKAGED, LOADED):
+        command = [sys.executable, "-c", script, *files]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert done.returncode == 0, (script, done.returncode, done.stderr[-2000:])
     package = (tmp_path / "attention.pt2").read_bytes()
     assert b"flashbackend::attention" not in package and b"flashbackend.attention" not in package
-    torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
 # ---------------------------------------------------------------------------------------------------------- CUDA graphs
