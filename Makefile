@@ -114,6 +114,8 @@ typecheck: $(STAMP)
 bench: $(STAMP)
 	$(PY) -m benchmarks.attention $(BENCH_ARGS)
 	$(PY) -m benchmarks.special $(BENCH_ARGS)
+	$(PY) -m benchmarks.decode $(BENCH_ARGS)
+	$(PY) -m benchmarks.varlen $(BENCH_ARGS)
 	$(PY) -m benchmarks.overhead $(BENCH_ARGS)
 	$(PY) -m benchmarks.training $(TRAINING_ARGS)
 

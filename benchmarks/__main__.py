@@ -1,4 +1,4 @@
-"""Every benchmark in turn, then the report: `python -m benchmarks [options of harness.parser]`, about 16 minutes.
+"""Every benchmark in turn, then the report: `python -m benchmarks [options of harness.parser]`, about 20 minutes.
 
 Each part obeys its own budget and writes its own file in benchmarks/results/. --device, --smoke and --rounds are
 handed on; --smoke writes to the folder given by --out instead and leaves README.md alone.
@@ -11,11 +11,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import attention, overhead, report, special, varlen
+from benchmarks import attention, decode, overhead, report, special, varlen
 
 PARTS = {
     "attention": attention.main,
     "special": special.main,
+    "decode": decode.main,
     "varlen": varlen.main,
     "overhead": overhead.main,
 }
