@@ -5,7 +5,8 @@
 
 Writes torch_flashbackend/policies/<gpu>.json, which policy.py reads. Its ratios are eager times, CPU and GPU together:
 what PyTorch's default takes, divided by what ours takes, for the forward without gradients and for forward plus
-backward. Standard library only; it never runs a kernel.
+backward. Of packed sequences they are GPU times: there, whichever kernel runs, nested tensors take milliseconds of
+Python, and who calls the kernels by another name does not. Standard library only; it never runs a kernel.
 """
 
 from __future__ import annotations
@@ -38,12 +39,20 @@ def load(path: Path) -> dict[str, Any]:
 
 def ratio(row: dict[str, Any], name: str, backend: str) -> float | None:
     """Default's eager time over a backend's for "forward" or "training"; None when that was not measured there."""
-    times = row.get("eager_us", {}).get(name, {})
+    times = _packed_times(row, name) if row["policy_case"] == "packed" else row.get("eager_us", {}).get(name, {})
     if backend not in times:
         return None
     if "default" not in times:
         return REFUSED if "default" in row.get("refused", {}) else None
     return round(times["default"] / times[backend], 3)
+
+
+def _packed_times(row: dict[str, Any], name: str) -> dict[str, float]:
+    """GPU time of our operator, whose kernels are Triton's, and of PyTorch's default, where both were measured."""
+    passes = [row["ms"].get(part, {}) for part in (("forward",) if name == "forward" else ("forward", "backward"))]
+    if not all("varlen" in times and "default" in times for times in passes):
+        return {}
+    return {ours: sum(times[theirs] for times in passes) for ours, theirs in (("triton", "varlen"), ("default",) * 2)}
 
 
 def policy_rows(row: dict[str, Any]) -> list[dict[str, Any]]:

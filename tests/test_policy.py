@@ -246,7 +246,7 @@ def test_installed_policies_can_be_read(recwarn):
         assert found.gpu == name
         assert found.rows
         assert {row.case for row in found.rows} <= {
-            "dense", "bool_mask", "float_mask", "mask_grad", "dropout", "gqa"
+            "dense", "bool_mask", "float_mask", "mask_grad", "dropout", "gqa", "packed"
         }  # fmt: skip
     assert not recwarn.list
 

@@ -226,14 +226,16 @@ def problem(gpu: str, lengths=(2000, 100, 4096), training=True):
                    architecture={"NVIDIA H200": "sm_90", "NVIDIA A100": "sm_80"}[gpu])  # fmt: skip
 
 
-def test_packed_calls_go_to_triton_where_stocks_kernel_is_old():
+def test_packed_calls_that_nobody_measured_go_to_triton_where_stocks_kernel_is_old(monkeypatch):
+    monkeypatch.setattr(policy, "policies", dict)
     decision = routing.decide(problem("NVIDIA H200"))
     assert decision.backend == "triton"
     assert decision.rejected[0][:2] == ("cuda", "packed")
     assert routing.decide(problem("NVIDIA A100")).backend == "stock"
 
 
-def test_a_small_packed_call_is_left_to_stock():
+def test_a_small_packed_call_is_left_to_stock(monkeypatch):
+    monkeypatch.setattr(policy, "policies", dict)
     assert routing.decide(problem("NVIDIA H200", (20, 30))).backend == "stock"
 
 
