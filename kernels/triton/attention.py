@@ -128,9 +128,7 @@ class _Call:
         self.is_causal = is_causal
         self.block_d, self.block_dv = _padded(head_dim), _padded(head_dim_v)
         self.head_dim_padded = max(self.block_d, self.block_dv)
-        if not (self.has_tma and self.dtype.itemsize == 2 and all(TensorMap.accepts(tensor) for tensor in tensors)):
-            # Triton 3.6 on sm_90, loading by pointers, gives wrong results and illegal addresses for a value block of
-            # 32 columns beside a key block of 64; equal blocks are right for every size.
+        if not self.blocks_may_differ(tensors):
             self.block_d = self.block_dv = self.head_dim_padded
         self.mask_kind = MASK_NONE if mask is None else MASK_BOOL if mask.dtype == torch.bool else MASK_FLOAT
         self.scale = scale
@@ -194,6 +192,14 @@ class _Call:
     def facts(self, device, target) -> tuple[str, int, bool]:
         """(tile family, number of multiprocessors, may tensor maps be used) of a device, or of a target."""
         return _device_facts(device) if target is None else _target_facts(target)
+
+    def blocks_may_differ(self, tensors) -> bool:
+        """May the blocks of head_dim and of the value's head_dim have different sizes?
+
+        Triton 3.6 on sm_90, loading by pointers, gives wrong results and illegal addresses for a value block of 32
+        columns beside a key block of 64; equal blocks are right for every size.
+        """
+        return self.has_tma and self.dtype.itemsize == 2 and all(TensorMap.accepts(tensor) for tensor in tensors)
 
     def worth_listing(self, query, mask) -> bool:
         shape = [size if stride else 1 for size, stride in zip(mask.shape, self.mask_strides)]

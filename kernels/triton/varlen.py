@@ -89,9 +89,6 @@ class _PackedCall(_Call):
         super().__init__(_as_rank_4(query), _as_rank_4(key), _as_rank_4(value), None, 0.0, options.window_right >= 0,
                          options.scale, views, options.allow_tf32, target)
         self.total_q, self.total_k = query.size(0), key.size(0)
-        if min(self.block_d, self.block_dv) < 64:
-            # The miscompilation that `_Call` avoids shows with tensor maps too here, where some tiles come by pointers.
-            self.block_d = self.block_dv = self.head_dim_padded
         self.num_sequences = extras.num_sequences(self.total_q, options)
         transformed = options.softcap > 0.0 or extras.alibi_slopes is not None
         self.transformed = transformed
@@ -112,6 +109,10 @@ class _PackedCall(_Call):
             "SOFTCAP": options.softcap > 0.0,
             "ALIBI": slopes is not None,
         }
+
+    def blocks_may_differ(self, tensors) -> bool:
+        """As of dense calls, and none narrower than 64 columns: some tiles come by pointers here, maps or not."""
+        return min(self.block_d, self.block_dv) >= 64 and super().blocks_may_differ(tensors)
 
     def facts(self, device, target) -> tuple[str, int, bool]:
         """As of dense calls, without tensor maps on sm_100: a third copy of the loop does not fit its memory."""

@@ -898,7 +898,7 @@ def test_launches_are_counted():
     run(call, gradient_for(call))
     run(call)
     counts = {name: count - before[name] for name, count in launch.launch_counts.items()}
-    assert counts == {
+    assert {name: count for name, count in counts.items() if count} == {
         "attention_forward": 2,
         "attention_backward_query": 1,
         "attention_backward_key_value": 1,
