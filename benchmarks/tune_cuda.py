@@ -47,18 +47,14 @@ def candidates(head_dim: int) -> list[BackwardTile]:
     first = tiles.choose_backward(head_dim, head_dim, False)
     if head_dim > 128:
         return [first, dataclasses.replace(first, ds_stages=1)]
-    return [
-        first,
-        dataclasses.replace(first, early_scores=False),
-        dataclasses.replace(first, ds_stages=1, q_stages=3, do_stages=3),
-    ]
+    return [first, dataclasses.replace(first, ds_stages=1, q_stages=3, do_stages=3)]
 
 
 def name_of(tile: BackwardTile) -> str:
-    """Short: 64x128 q2 do2 ds2, then what is switched on."""
-    flags = [name for name in ("early_scores", "keys_in_registers") if getattr(tile, name)]
+    """Short: 128/64x128 q2 do2 ds2 keys_in_registers."""
     stages = f"q{tile.q_stages} do{tile.do_stages} ds{tile.ds_stages}"
-    return " ".join([f"{tile.block_m}/{tile.step_m}x{tile.block_n}", stages, *flags])
+    registers = " keys_in_registers" if tile.keys_in_registers else ""
+    return f"{tile.block_m}/{tile.step_m}x{tile.block_n} {stages}{registers}"
 
 
 @dataclasses.dataclass(frozen=True)

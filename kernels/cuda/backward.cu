@@ -27,8 +27,7 @@
 // (HEAD_DIM + HEAD_DIM_V) / 4 for keys and values where they are kept there.
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
-// tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES, EARLY_SCORES (the next S^T is issued before this part is done),
-// KEYS_IN_REGISTERS, IS_CAUSAL, IS_BF16, DETERMINISTIC.
+// tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES, KEYS_IN_REGISTERS, IS_CAUSAL, IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -132,16 +131,11 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       const uint32_t query = shared.query + q.stage * Q_BYTES + rows;
       const uint32_t grad_out = shared.grad_out + d.stage * DO_BYTES + rows;
       const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + part * STEP_M * 4 + quad_lane * 8;
-      if (!EARLY_SCORES) {
-        if (part == 0) barrier_wait(shared.q_full(q.stage), q.phase);
-        issue_scores(part);
-      }
       if (part == 0) barrier_wait(shared.do_full(d.stage), d.phase);
       float grads[STEP_M / 2];
       wgmma_fence();
       value.multiply(grads, descriptor(grad_out, 0));
       wgmma_commit();
-      if (!EARLY_SCORES) wgmma_wait<1>();
 
       if (ends || (IS_CAUSAL && first_row + part * STEP_M < first_key + 63))
         mask_keys(scores, thread_key, first_row + part * STEP_M, params);
@@ -180,7 +174,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       accumulate_product<HEAD_DIM>(grad_key, grad_scores, query);
       wgmma_commit();
       if (!last_part) {
-        if (EARLY_SCORES) issue_scores(part + 1);
+        issue_scores(part + 1);
         wgmma_wait<0>();
       }
     }
@@ -205,7 +199,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       __syncwarp();
       release(shared.staged(warpgroup));
     };
-    if constexpr (EARLY_SCORES && MORE) {
+    if constexpr (MORE) {
       barrier_wait(shared.q_full(q.stage), q.phase);
       issue_scores(0);
       wgmma_wait<1>();
@@ -222,11 +216,9 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   if (left > 0) {
     barrier_wait(shared.k_full(), 0);
     key.load(shared.key, 64 * warpgroup);
-    if (EARLY_SCORES) {
-      barrier_wait(shared.q_full(q.stage), q.phase);
-      issue_scores(0);
-      wgmma_wait<0>();
-    }
+    barrier_wait(shared.q_full(q.stage), q.phase);
+    issue_scores(0);
+    wgmma_wait<0>();
     barrier_wait(shared.v_full(), 0);
     value.load(shared.value, 64 * warpgroup);
     int first_row = last_row;

@@ -98,7 +98,6 @@ class Specialisation(NamedTuple):
             "Q_STAGES": tile.q_stages,
             "DO_STAGES": tile.do_stages,
             "DS_STAGES": tile.ds_stages,
-            "EARLY_SCORES": int(tile.early_scores),
             "KEYS_IN_REGISTERS": int(tile.keys_in_registers),
             "IS_CAUSAL": int(self.is_causal),
             "IS_BF16": int(self.is_bf16),

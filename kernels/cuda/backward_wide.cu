@@ -14,8 +14,7 @@
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of 64 rows, P (float32), DS_STAGES of dS.
 // Registers: HEAD_DIM / 2 for a sum, 32 for S or dP, 16 for either rounded, of 208; 32 for a box of grad_query, of 72.
 //
-// Defined by the host (backward.py): as for backward.cu, with BLOCK_M, STEP_M and BLOCK_N 64, KEYS_IN_REGISTERS 0, and
-// without EARLY_SCORES.
+// Defined by the host (backward.py): as for backward.cu, with BLOCK_M, STEP_M and BLOCK_N 64 and KEYS_IN_REGISTERS 0.
 #include "backward.cuh"
 
 static_assert(BLOCK_M == 64 && STEP_M == 64 && BLOCK_N == 64 && CONSUMERS == 1 && SPLIT_ROWS && !KEYS_IN_REGISTERS);

@@ -77,8 +77,8 @@ class BackwardTile:
     """How one specialisation of the backward kernel cuts its work.
 
     block_n: keys of a block, 64 for each consumer warpgroup. block_m: query rows of a step, which is done in parts of
-    step_m rows. q_stages, do_stages: tiles of query and grad_out in flight; ds_stages: buffers for dS. early_scores: a
-    part's scores are asked for before the part ahead is done. keys_in_registers: so are keys and values of the block.
+    step_m rows. q_stages, do_stages: tiles of query and grad_out in flight; ds_stages: buffers for dS.
+    keys_in_registers: the keys and values of the block are kept there.
     """
 
     block_m: int
@@ -87,7 +87,6 @@ class BackwardTile:
     q_stages: int = 2
     do_stages: int = 2
     ds_stages: int = 2
-    early_scores: bool = True
     keys_in_registers: bool = False
 
     @property
