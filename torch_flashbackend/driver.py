@@ -32,7 +32,6 @@ __all__ = [
     "current_stream",
     "launch",
     "load_function",
-    "zeros",
 ]
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
@@ -161,12 +160,10 @@ def load_function(binary: Binary, name: str, device_index: int, shared_bytes: in
 
 def _after_fork() -> None:
     """Nothing of the parent's driver is of any use in a child, and its locks may be held by threads that are gone."""
-    global _lock, _zeros_lock
-    _lock, _zeros_lock = threading.Lock(), threading.Lock()
+    global _lock, _unused_lock
+    _lock, _unused_lock = threading.Lock(), threading.Lock()
     _functions.clear()
     _of_stream.clear()
-    _zeros_of_stream.clear()
-    _zeros_left.clear()
     _unused.clear()
 
 
@@ -265,65 +262,38 @@ def _encode(
 
 # ------------------------------------------------------------------------------------------------------------- counters
 
-_SLOT_BYTES, _SLOTS = 32, 2048
-_of_stream: dict[tuple[int, int], int] = {}
-_unused: dict[int, list[int]] = {}
+_of_stream: dict[tuple[int, int], tuple[int, int]] = {}  # (address, size)
+_unused: dict[int, tuple[int, int]] = {}  # likewise, what is left of a device's newest block
+_unused_lock = threading.Lock()
 
 
-def counters(device_index: int, stream: int) -> int:
-    """The address of 32 bytes on the device, zero, for a kernel that leaves them so and is launched on this stream.
+def counters(device_index: int, stream: int, size: int = 32) -> int:
+    """The address of `size` bytes on the device, zero, for a kernel that leaves them so and is launched on this stream.
 
     The current stream of the current device. Launches on one stream follow each other and share theirs; one that is
     captured into a graph has its own, since the graph may be replayed beside anything.
     """
     if _is_capturing():
-        return _new_slot(device_index)
+        return _new_counters(device_index, size)
     if stream == _STREAM_PER_THREAD:  # one handle for as many streams as threads
         stream = -threading.get_ident()
     found = _of_stream.get((device_index, stream))
-    if found is None:
-        found = _of_stream[device_index, stream] = _new_slot(device_index)
-    return found
-
-
-def _new_slot(device_index: int) -> int:
-    slots = _unused.setdefault(device_index, [])
-    try:
-        return slots.pop()
-    except IndexError:
-        address = _allocate_zeros(device_index, _SLOTS * _SLOT_BYTES)
-        slots.extend(address + slot * _SLOT_BYTES for slot in range(_SLOTS))
-        return slots.pop()
-
-
-_zeros_of_stream: dict[tuple[int, int], tuple[int, int]] = {}
-_zeros_left: dict[int, tuple[int, int]] = {}
-_zeros_lock = threading.Lock()
-
-
-def zeros(device_index: int, stream: int, size: int) -> int:
-    """As ``counters``, with room for as many bytes as asked for."""
-    if _is_capturing():
-        return _new_zeros(device_index, size)
-    if stream == _STREAM_PER_THREAD:
-        stream = -threading.get_ident()
-    found = _zeros_of_stream.get((device_index, stream))
     if found is None or found[1] < size:
         # The smaller one is not freed: launches on their way may still count in it.
         size = max(2048, 1 << (size - 1).bit_length())
-        found = _zeros_of_stream[device_index, stream] = _new_zeros(device_index, size), size
+        found = _of_stream[device_index, stream] = _new_counters(device_index, size), size
     return found[0]
 
 
-def _new_zeros(device_index: int, size: int) -> int:
+def _new_counters(device_index: int, size: int) -> int:
     """The next bytes of a block of zeros, at a multiple of 128."""
     size = -(-size // 128) * 128
-    with _zeros_lock:
-        address, left = _zeros_left.get(device_index, (0, 0))
+    with _unused_lock:
+        address, left = _unused.get(device_index, (0, 0))
         if left < size:
-            left = max(size, 2**20)
+            left = max(size, 2**18)
             address = _allocate_zeros(device_index, left)
-        _zeros_left[device_index] = address + size, left - size
+        _unused[device_index] = address + size, left - size
     return address
 
 

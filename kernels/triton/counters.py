@@ -34,7 +34,7 @@ def counters(device: torch.device, count: int):
     Launches on one stream follow each other and share theirs. A launch that is captured into a graph has its own.
     """
     if device.type == "cuda" and torch.version.hip is None:
-        address = driver.zeros(device.index, launch._current_stream(device.index), 4 * count)
+        address = driver.counters(device.index, launch._current_stream(device.index), 4 * count)
         found = _addresses.get(address)
         if found is None:
             found = _addresses[address] = Address(address)

@@ -189,7 +189,7 @@ def test_the_first_call_of_a_stream_may_be_captured(device, plugin):
     outs = [torch.empty_like(query) for _ in range(2)]
     kv_cache.decode(query, key, key, outs[0], None, 0.125, options)
     torch.cuda.synchronize()
-    driver._zeros_left.clear()  # as if nothing were left
+    driver._unused.clear()  # as if nothing were left
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kv_cache.decode(query, key, key, outs[1], None, 0.125, options)
