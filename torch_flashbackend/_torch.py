@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -285,6 +286,15 @@ class _ThreadMark(threading.local):
 
 thread_mark = _ThreadMark()
 """`stock` is True in a thread while a call that has been left to stock runs: the kernel hook must not judge it."""
+
+
+def as_stock(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call it, marked: what it ends in is not judged again."""
+    before, thread_mark.stock = thread_mark.stock, True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        thread_mark.stock = before
 
 
 @functools.cache

@@ -130,15 +130,10 @@ def run_stock(
     enable_gqa: bool = False,
 ) -> Tensor:
     """PyTorch's own scaled_dot_product_attention, past both of our hooks, with gradients and while traced as well."""
-    kernel = _torch.composite_sdpa()
-    mark = _torch.thread_mark
-    before, mark.stock = mark.stock, True
-    try:
-        return kernel.call_boxed(
-            _torch.ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    finally:
-        mark.stock = before
+    return _torch.as_stock(
+        _torch.composite_sdpa().call_boxed, _torch.ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal,
+        scale=scale, enable_gqa=enable_gqa,
+    )  # fmt: skip
 
 
 def _call(

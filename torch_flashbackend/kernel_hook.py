@@ -267,15 +267,6 @@ def _without_minus_infinity(logsumexp: Tensor) -> Tensor:
     return logsumexp.masked_fill_(logsumexp == -float("inf"), float("inf"))
 
 
-def _call_stock(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run stock's kernel, marked: some call another of the hooked operators in turn."""
-    before, _mark.stock = _mark.stock, True
-    try:
-        return stock.call_boxed(_any_keyset, *args, **kwargs)
-    finally:
-        _mark.stock = before
-
-
 def _make(op: str, forward: bool, answer: Callable[..., Any]) -> Callable[[KernelHook, Any], Callable[..., Any]]:
     """A hook: `answer(*args, **kwargs)` returns None for a call that stays stock's."""
 
@@ -296,7 +287,8 @@ def _make(op: str, forward: bool, answer: Callable[..., Any]) -> Callable[[Kerne
                     if forward:
                         owner.forward_taken(op)
                     return result
-            return _call_stock(stock, args, kwargs)
+            # Marked: some of stock's kernels call another of the hooked operators in turn.
+            return _torch.as_stock(stock.call_boxed, _any_keyset, *args, **kwargs)
 
         return hook
 

@@ -92,11 +92,7 @@ class sdpa_backend(TorchFunctionMode):
             return _rewritten(self.backends, func, *args, **kwargs)
         if self.without_ours and not torch.compiler.is_compiling() and func in _HOOKED:
             # From code that was compiled in such a block: the kernel hook must not judge it.
-            before, _torch.thread_mark.stock = _torch.thread_mark.stock, True
-            try:
-                return func(*args, **kwargs)
-            finally:
-                _torch.thread_mark.stock = before
+            return _torch.as_stock(func, *args, **kwargs)
         return func(*args, **kwargs)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
