@@ -10,18 +10,15 @@ them over); each is a CUDA graph of calls over more tensors than the L2 cache ho
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import math
-import multiprocessing
-import os
 import time
 from pathlib import Path
 
 import torch
 
 from benchmarks import cases, decode
-from benchmarks.harness import Results, environment, significant
+from benchmarks.harness import Results, compile_all, environment, significant
 from torch_flashbackend.kernels.triton import attention, decode_plan
 from torch_flashbackend.kernels.triton.launch import device_target
 from torch_flashbackend.kernels.triton.tiles import SHARED_MEMORY, DecodeTile, choose_decode
@@ -178,12 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         target = device_target(device)
         kinds = {(case.head_dim, case.heads // case.kv_heads * case.seqlen_q, case.mask): case for case in work}
         jobs = [(case, choice, target) for case in kinds.values() for choice in CANDIDATES[case.head_dim]]
-        with concurrent.futures.ProcessPoolExecutor(
-            min(len(jobs), os.cpu_count() or 1), multiprocessing.get_context("spawn")
-        ) as pool:
-            for message in filter(None, pool.map(compile_one, jobs)):
-                print(message, flush=True)
-        print(f"compiled {len(jobs)} variants in {time.monotonic() - began:.0f} s", flush=True)
+        compile_all(compile_one, jobs)
     else:
         work = list({case.smaller(): None for case in work})
     results = Results(Path(options.out), "tune_decode", environment(options.device), vars(options))

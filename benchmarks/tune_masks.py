@@ -11,18 +11,15 @@ random data; what does not compile or fails is named in `failed`. The most impor
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import contextlib
 import dataclasses
-import multiprocessing
-import os
 import time
 from pathlib import Path
 
 import torch
 
 from benchmarks import cases
-from benchmarks.harness import Meter, Results, Run, environment
+from benchmarks.harness import Meter, Results, Run, compile_all, environment
 from torch_flashbackend.kernels.triton import attention as kernels
 from torch_flashbackend.kernels.triton import tiles
 from torch_flashbackend.kernels.triton.launch import device_target
@@ -187,12 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     if on_gpu:
         target = device_target(torch.device("cuda", 0))
         jobs = [(case, kernel, variant, target) for case, kernel, variants in work for variant in variants]
-        with concurrent.futures.ProcessPoolExecutor(
-            min(len(jobs), os.cpu_count() or 1), multiprocessing.get_context("spawn")
-        ) as pool:
-            for message in filter(None, pool.map(compile_one, jobs)):
-                print(message, flush=True)
-        print(f"compiled {len(jobs)} variants in {time.monotonic() - began:.0f} s", flush=True)
+        compile_all(compile_one, jobs)
     meter = Meter(options.device, options.rounds if on_gpu else 1, round_ms=4.0)
     results = Results(Path(options.out), "tune_masks", environment(options.device), vars(options))
     left, tensors, made_for = [], None, None

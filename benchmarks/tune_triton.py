@@ -9,17 +9,14 @@ candidate in turn, on random data, medians; a candidate that does not fit or spi
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import itertools
-import multiprocessing
-import os
 import statistics
 import time
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness import Results, environment
+from benchmarks.harness import Results, compile_all, environment
 from torch_flashbackend.kernels.triton import attention as kernels
 from torch_flashbackend.kernels.triton import tiles
 from torch_flashbackend.kernels.triton.launch import device_target
@@ -244,13 +241,7 @@ def main():
     listed = problems(options.only)
     target = device_target(torch.device("cuda", 0))
     work = [(problem, tile, target) for problem in listed for tile in problem.candidates()]
-    with concurrent.futures.ProcessPoolExecutor(
-        max_workers=os.cpu_count(), mp_context=multiprocessing.get_context("spawn")
-    ) as pool:
-        for message in pool.map(compile_one, work, chunksize=1):
-            if message:
-                print(message, flush=True)
-    print(f"compiled {len(work)} candidates in {time.time() - began:.0f} s", flush=True)
+    compile_all(compile_one, work)
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     results = Results(Path(options.out), "tune_triton", environment("cuda"), vars(options))
     not_measured = []
