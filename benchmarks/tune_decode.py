@@ -1,104 +1,186 @@
-"""Measure candidate tiles of the decoding kernel on this GPU, for ``_DECODE`` in ``kernels/triton/tiles.py``.
+"""Measure ways to run the decoding kernel on this GPU, for ``_DECODE`` in ``kernels/triton/tiles.py`` and the rules of
+``kernels/triton/decode_plan.py``: how many splits, and who adds up what they leave.
 
-    python -m benchmarks.tune_decode --out benchmarks/results/tune_decode.json [--only D128] [--budget 240]
+    python -m benchmarks.tune_decode --out benchmarks/results/tune_decode.json [--only D128] [--budget 70]
 
-A candidate is (keys in a tile, warps, stages, programs for each multiprocessor); the last decides into how many parts
-keys are cut and needs no other compilation. Candidates are compiled in parallel first (Triton's cache on disk hands
-them over); each is a CUDA graph of calls over more tensors than the L2 cache holds, replayed in turn with the others.
+Every call is a CUDA graph over more keys and values than the L2 cache holds, replayed in turn with the others and with
+PyTorch's default kernel. A variant is a tile, a number of splits and a merge ("last": the last program to arrive,
+"launch": a launch of its own, "none": one split, "left": as "launch", but nobody merges: what merging costs).
+Variants are compiled in parallel first (Triton's cache on disk hands them over).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import gc
 import math
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
-from benchmarks import cases, decode
+from benchmarks import cases, contenders, decode
 from benchmarks.harness import Results, compile_all, environment, significant
 from torch_flashbackend.kernels.triton import attention, decode_plan
+from torch_flashbackend.kernels.triton.decode_plan import DecodeOptions, DecodePlan
 from torch_flashbackend.kernels.triton.launch import device_target
-from torch_flashbackend.kernels.triton.tiles import SHARED_MEMORY, DecodeTile, choose_decode
+from torch_flashbackend.kernels.triton.tiles import SHARED_MEMORY, DecodeTile
 
-# (keys, warps, stages) by padded head_dim, for 2 bytes per element.
-CANDIDATES = {
-    64: [(64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 4, 4), (256, 4, 2), (128, 8, 3), (64, 2, 4)],
-    128: [(32, 4, 3), (32, 4, 4), (32, 4, 5), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2),
-          (128, 8, 3), (64, 8, 3), (32, 2, 4)],
-    256: [(16, 4, 4), (32, 4, 2), (32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 8, 2), (64, 8, 3), (32, 8, 3)],
-}  # fmt: skip
-PROGRAMS = (1, 2, 3, 4)
+MULTIPROCESSORS = 132
+MULTIPROCESSOR_SHARED = 233472
+LARGEST_CALL = 20 * 2**30
+
+# (keys, warps, stages, most query rows in a tile) by head_dim, for 2 bytes per element. What differs: bytes on their
+# way in each program, and how many programs a multiprocessor has room for.
+FEW_ROWS = {
+    64: [(128, 4, 3, 16), (128, 4, 4, 16), (256, 4, 3, 16), (64, 4, 4, 16)],
+    128: [(128, 4, 3, 16), (64, 4, 4, 16), (64, 4, 2, 16), (32, 4, 4, 16)],
+    256: [(32, 4, 3, 16), (32, 4, 4, 16), (64, 8, 3, 16), (64, 4, 3, 16)],
+}
+MANY_ROWS = {
+    64: [(128, 4, 4, 16), (128, 4, 3, 32), (256, 8, 3, 32), (64, 4, 4, 32)],
+    128: [(128, 4, 3, 16), (64, 4, 4, 16), (128, 8, 3, 32), (64, 4, 4, 32)],
+    256: [(32, 4, 4, 16), (64, 8, 3, 16), (32, 4, 3, 32), (64, 8, 3, 32)],
+}
+TILES_OF_GROUP = {4: 4, 32: 4, 1: 3, 8: 2}
+"""How many of the first of them are measured for each number of query heads that share a key head."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A way to run a call."""
+
+    tile: tuple[int, int, int, int]
+    splits: int
+    merge: str = "none"
+    dependent: bool = True
+    stream_query: bool = True
+
+    @property
+    def tile_name(self) -> str:
+        keys, warps, stages, rows = self.tile
+        return f"{keys}x{warps}x{stages}m{rows}"
+
+    @property
+    def name(self) -> str:
+        rest = ("" if self.dependent else " independent") + ("" if self.stream_query else " query once")
+        return f"{self.tile_name} {self.splits} {self.merge}{rest}"
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Plans that are made meanwhile are of this variant."""
+        replaced = {
+            "choose_decode": lambda family, itemsize, head_dim, block_m: DecodeTile(block_m, *self.tile[:3], 1),
+            "merges_by_launch": lambda *_: self.merge in ("launch", "left"),
+            "MAX_BLOCK_M": self.tile[3],
+            "DEPENDENT": self.dependent,
+            "STREAM_QUERY": self.stream_query,
+        }
+        before = {name: getattr(decode_plan, name) for name in replaced}
+        try:
+            for name, value in replaced.items():
+                setattr(decode_plan, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(decode_plan, name, value)
+
+    def plan(self, query, key, value, target=None) -> DecodePlan:
+        out = torch.empty_like(query)
+        scale = query.size(3) ** -0.5
+        call = attention._Call(query, key, value, None, 0.0, False, scale, (query, key, value, out), False, target)
+        with self.in_place():
+            return DecodePlan(call, query, key, value, None, scale, out, None, DecodeOptions(num_splits=self.splits))
 
 
 def chosen_cases(only: str) -> list[cases.Case]:
     """Those that decide, the most wanted first."""
-
-    def case(batch, length, head_dim=128, kv_heads=8, rows=1, mask=None):
-        return cases.Case("decode", batch, 32, rows, length, head_dim, kv_heads=kv_heads, mask=mask, training=False)
-
-    found = [case(1, 1024), case(1, 8192), case(64, 1024), case(1, 131072), case(8, 8192),
-             case(8, 8192, mask="static_cache"), case(1, 8192, mask="static_cache"), case(64, 8192),
-             case(1, 8192, kv_heads=1), case(1, 8192, kv_heads=32), case(8, 8192, rows=8)]  # fmt: skip
-    found += [case(batch, length, head_dim) for head_dim in (64, 256) for batch, length in
-              ((1, 1024), (1, 8192), (64, 1024), (1, 131072))]  # fmt: skip
-    return [item for item in found if any(text in item.label for text in only.split(","))]
-
-
-class Candidate:
-    """Puts a tile in the place of the table's."""
-
-    def __init__(self, keys: int, warps: int, stages: int, programs: int) -> None:
-        self.choice = keys, warps, stages, programs
-        self.name = "x".join(map(str, self.choice))
-
-    def __enter__(self) -> None:
-        decode_plan.choose_decode = lambda family, itemsize, head_dim, block_m: DecodeTile(block_m, *self.choice)
-
-    def __exit__(self, *_) -> None:
-        decode_plan.choose_decode = choose_decode
+    found = [
+        cases.Case("decode", batch, 32, 1, length, head_dim, kv_heads=kv_heads, training=False)
+        for kv_heads in (8, 1, 32, 4)
+        for head_dim in (128, 64, 256)
+        for batch in (1, 8, 64)
+        for length in (1024, 8192, 65536)
+    ]
+    found.insert(0, dataclasses.replace(found[0], seqlen_k=128))  # one tile: what every call takes
+    found += [cases.Case("decode", batch, 32, 8, length, 128, kv_heads=kv_heads, training=False)
+              for kv_heads in (8, 4) for batch, length in ((1, 1024), (1, 8192), (8, 8192))]  # fmt: skip
+    return [item for item in found if item.bytes <= LARGEST_CALL and any(t in item.label for t in only.split(","))]
 
 
-def plan_for(query, key, value, mask, target=None) -> decode_plan.DecodePlan:
-    out = torch.empty_like(query)
-    scale = query.size(3) ** -0.5
-    call = attention._Call(query, key, value, mask, 0.0, False, scale, (query, key, value, out), False, target)
-    return decode_plan.DecodePlan(call, query, key, value, mask, scale, out, None)
+def variants_of(case: cases.Case, independent: bool = False) -> list[Variant]:
+    """Programs for about one half, one, two and three waves of the multiprocessors, and both ways to merge.
+
+    independent: without programmatic dependent launch.
+    """
+    rows = case.heads // case.kv_heads * case.seqlen_q
+    tiles = (FEW_ROWS if rows <= 16 else MANY_ROWS)[case.head_dim][: TILES_OF_GROUP.get(rows, 3)]
+    found = []
+    for number, tile in enumerate(tiles):
+        units = case.batch * case.kv_heads * -(-rows // max(16, min(tile[3], rows)))
+        key_tiles = -(-case.seqlen_k // tile[0])
+        wanted = {min(key_tiles, max(1, round(MULTIPROCESSORS * waves // units))) for waves in (0.5, 1, 2, 3)}
+        wanted = {-(-key_tiles // -(-key_tiles // splits)) for splits in wanted}
+        if units == 1 or (units == 2 and rows > 16):
+            wanted |= {splits for splits in (8, 16) if splits <= key_tiles}
+        wanted = sorted(wanted)
+        for splits in wanted:
+            found += [Variant(tile, splits, merge) for merge in (("none",) if splits == 1 else ("last", "launch"))]
+        if number == 0 and rows in (4, 32):
+            most = [splits for splits in wanted if splits * units <= MULTIPROCESSORS] or wanted[:1]
+            merge = "none" if most[-1] == 1 else "last"
+            found.append(Variant(tile, most[-1], merge, dependent=False))
+            if tile[3] == 16:
+                found.append(Variant(tile, most[-1], merge, stream_query=False))
+            if most[-1] > 1:
+                found += [Variant(tile, most[-1], "launch", dependent=False), Variant(tile, most[-1], "left")]
+    return [dataclasses.replace(v, dependent=False) for v in found] if independent else found
 
 
 def compile_one(arguments) -> str | None:
-    """In a worker process, without the GPU: fills Triton's disk cache. A text says why a candidate is none."""
-    case, choice, target = arguments
+    """In a worker process, without the GPU: fills Triton's disk cache. A text says why a variant is none."""
+    case, variant, target = arguments
     torch.set_num_threads(1)
     try:
-        small = dataclasses.replace(case, batch=1, seqlen_k=max(choice[0] * 8, 1024))
-        inputs = cases.make_inputs(small, "cpu", training=False)
-        with Candidate(*choice, 2):
-            plan = plan_for(inputs.query, inputs.key, inputs.value, inputs.attn_mask, target)
-        if plan.launch.compile(target).metadata.shared > SHARED_MEMORY["sm_90"]:
-            return f"{case.label} {choice}: too much shared memory"
+        dtype = cases.DTYPES[case.dtype]
+        query, key = (torch.empty(case.batch, heads, rows, case.head_dim, dtype=dtype, device="meta")
+                      for heads, rows in ((case.heads, case.seqlen_q), (case.kv_heads, case.seqlen_k)))  # fmt: skip
+        for launch in variant.plan(query, key, key, target).launches:
+            if launch.compile(target).metadata.shared > SHARED_MEMORY["sm_90"]:
+                return f"{case.label} {variant.name}: too much shared memory"
     except Exception as error:
-        return f"{case.label} {choice}: {type(error).__name__} {str(error)[:160]}"
+        return f"{case.label} {variant.name}: {type(error).__name__} {str(error)[:160]}"
     return None
 
 
 class Recorded:
-    """A graph of one call for each set, by one plan."""
+    """A graph of these calls, one for each set of tensors; replay_times takes it."""
 
-    def __init__(self, plan: decode_plan.DecodePlan, sets: list[cases.Inputs], outs: list[torch.Tensor]) -> None:
-        self.calls = [
-            lambda i=i, out=out: plan(i.query, i.key, i.value, i.attn_mask, out) for i, out in zip(sets, outs)
-        ]
+    pool = None
+
+    def __init__(self, calls: list, context=contextlib.nullcontext) -> None:
+        self.calls = calls
         self.graph = None
-        self.calls[0]()
-        if sets[0].query.is_cuda:
-            torch.cuda.synchronize()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                for call in self.calls:
+        with context():
+            if not torch.cuda.is_available():
+                return
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                calls[0]()
+                stream.synchronize()
+                # torch.cuda.graph would collect garbage each time, longer than all that is measured.
+                self.graph = torch.cuda.CUDAGraph()
+                self.graph.capture_begin(pool=Recorded.pool)
+                for call in calls:
                     call()
+                self.graph.capture_end()
+            Recorded.pool = Recorded.pool or self.graph.pool()
 
     def run(self) -> None:
         if self.graph is not None:
@@ -108,55 +190,95 @@ class Recorded:
                 call()
 
 
-def measure(case: cases.Case, device: torch.device, rounds: int) -> dict:
-    first = cases.make_inputs(case, device, training=False)
-    moved = decode.used_bytes(case, first)
-    number = max(2, min(decode.MOST_SETS, math.ceil(decode.KEPT_BYTES / moved),
-                        int(decode.LARGEST_BYTES // case.bytes)))  # fmt: skip
-    number = number if device.type == "cuda" else 2
-    sets = [first, *(cases.make_inputs(case, device, training=False, seed=seed) for seed in range(1, number))]
-    outs = [torch.empty_like(inputs.query) for inputs in sets]
-    recorded, failed, splits = {}, {}, {}
-    expected = None
-    seen = set()
-    padded = max(64, 1 << (case.head_dim - 1).bit_length())
-    for choice in CANDIDATES[padded]:
-        for programs in PROGRAMS:
-            candidate = Candidate(*choice, programs)
-            try:
-                with candidate:
-                    plan = plan_for(first.query, first.key, first.value, first.attn_mask)
-                if (choice, plan.splits) in seen:
-                    continue  # the same launch
-                seen.add((choice, plan.splits))
-                if device.type == "cuda" and programs * plan.launch.compiled.metadata.shared > 233472:
-                    continue  # so many do not fit
-                recorded[candidate.name] = Recorded(plan, sets, outs)
-                splits[candidate.name] = plan.splits
-            except Exception as error:
-                failed[candidate.name] = f"{type(error).__name__} {str(error)[:160]}"
+def sets_of(case: cases.Case, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(query, key, value) for as many calls as exceed the L2 cache; keys and values are parts of the buffer."""
+    device = buffer.device
+    number = 2
+    if device.type == "cuda":
+        number = max(1, min(decode.MOST_SETS, math.ceil(decode.KEPT_BYTES / case.bytes)))
+    shape = case.batch, case.kv_heads, case.seqlen_k, case.head_dim
+    size = math.prod(shape)
+    parts = [buffer[first : first + size].view(shape) for first in range(0, 2 * number * size, size)]
+    query = torch.randn(case.batch, case.heads, case.seqlen_q, case.head_dim, device=device).to(buffer.dtype)
+    return [(query, parts[2 * i], parts[2 * i + 1]) for i in range(number)]
+
+
+def programs_of(plan: DecodePlan) -> int | None:
+    """How many programs of this kernel a multiprocessor has room for."""
+    compiled = getattr(plan.launch, "compiled", None)
+    if compiled is None:
+        return None
+    threads = 32 * compiled.metadata.num_warps
+    registers = 65536 // (threads * -(-compiled.n_regs // 8) * 8)
+    return min(registers, MULTIPROCESSOR_SHARED // (compiled.metadata.shared + 1024))
+
+
+def measure(case: cases.Case, variants: list[Variant], buffer: torch.Tensor, rounds: int) -> dict:
+    device = buffer.device
+    sets = sets_of(case, buffer)
+    grouped = case.kv_heads != case.heads
+    out = torch.empty_like(sets[0][0])
+    recorded, failed, facts = {}, {}, {}
+    with contenders.stock(None)():
+        expected = F.scaled_dot_product_attention(*sets[-1], enable_gqa=grouped).float()  # what a replay leaves
+    calls = [lambda s=s: F.scaled_dot_product_attention(*s, enable_gqa=grouped) for s in sets]
+    recorded["default"] = Recorded(calls, contenders.stock(None))
+    for variant in variants:
+        try:
+            plan = variant.plan(*sets[0])
+            if variant.merge == "left":
+                plan.merge = None
+            out.fill_(math.nan)
+            item = Recorded([lambda s=s, plan=plan: plan(*s, None, out) for s in sets])
+            item.run()
+            if variant.merge != "left" and not torch.allclose(out.float(), expected, atol=2e-2, rtol=2e-2):
+                failed[variant.name] = f"differs by {(out.float() - expected).abs().max().item()}"
                 continue
-            outs[0].fill_(math.nan)
-            recorded[candidate.name].run()
-            result = outs[0].float()
-            expected = result.clone() if expected is None else expected
-            if not torch.allclose(result, expected, atol=2e-2, rtol=2e-2):
-                failed[candidate.name] = f"differs by {(result - expected).abs().max().item()}"
-    try:  # the table's own tile, with the query tile loaded once instead of with every tile of keys
-        decode_plan.STREAM_QUERY = False
-        plan = plan_for(first.query, first.key, first.value, first.attn_mask)
-        recorded["table, query loaded once"] = Recorded(plan, sets, outs)
-        splits["table, query loaded once"] = plan.splits
-    finally:
-        decode_plan.STREAM_QUERY = True
-    plan = plan_for(first.query, first.key, first.value, first.attn_mask)
-    recorded["table"], splits["table"] = Recorded(plan, sets, outs), plan.splits
+        except Exception as error:
+            failed[variant.name] = f"{type(error).__name__} {str(error)[:160]}"
+            continue
+        recorded[variant.name] = item
+        facts[variant.name] = dataclasses.asdict(variant) | {"tile": variant.tile_name, "programs": programs_of(plan)}
     times = decode.replay_times(recorded, device, rounds)
+    stock = times.pop("default")
     return {
-        "label": case.label, "case": case.to_json(), "sets": number, "bytes": moved, "splits": splits,
-        "us": {name: significant(us, 4) for name, us in sorted(times.items(), key=lambda item: item[1])},
-        "tb_per_s": significant(moved / min(times.values()) * 1e-6, 4), "failed": failed,
+        "label": case.label, "case": case.to_json(), "sets": len(sets), "bytes": case.bytes,
+        "default_us": significant(stock, 4),
+        "variants": [facts[name] | {"us": significant(us, 4)} for name, us in
+                     sorted(times.items(), key=lambda item: item[1])],
+        "failed": failed,
     }  # fmt: skip
+
+
+def regime(row: dict) -> tuple:
+    """What a tile may be chosen by: head_dim, rows that share keys, and whether calls have a split for everybody."""
+    case = row["case"]
+    rows = case["heads"] // case["kv_heads"] * case["seqlen_q"]
+    many = case["batch"] * case["kv_heads"] * max(1, rows // 16) > MULTIPROCESSORS
+    return case["head_dim"], "16 rows" if rows <= 16 else "more rows", "many" if many else "few"
+
+
+def summary(rows: list[dict]) -> list[str]:
+    """For each regime: by tile and merge, the geometric mean of its best time over the best of all, and the worst."""
+    ratios: dict[tuple, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        usual = [v for v in row["variants"] if v["merge"] != "left" and v["stream_query"]]
+        if not usual:
+            continue
+        least = min(v["us"] for v in usual)
+        for name in {v["tile"] for v in usual}:
+            ratios[regime(row)][f"tile {name}"].append(min(v["us"] for v in usual if v["tile"] == name) / least)
+        for merge in {v["merge"] for v in usual}:
+            found = min(v["us"] for v in usual if v["merge"] == merge)
+            ratios[regime(row)][f"merge {merge}"].append(found / least)
+        ratios[regime(row)]["default"].append(row["default_us"] / least)
+    lines = []
+    for key, of_name in sorted(ratios.items(), key=str):
+        shown = sorted((math.exp(sum(map(math.log, found)) / len(found)), name, max(found), len(found))
+                       for name, found in of_name.items())  # fmt: skip
+        lines.append(f"{key}: " + "; ".join(f"{name} {mean:.3f} (worst {worst:.2f}, {count} cases)"
+                                            for mean, name, worst, count in shown))  # fmt: skip
+    return lines
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -164,33 +286,44 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--independent", action="store_true", help="without programmatic dependent launch")
     parser.add_argument("--only", default="", help="cases whose label has one of these texts, separated by commas")
-    parser.add_argument("--budget", type=float, default=240.0, help="seconds after which no further case is begun")
+    parser.add_argument("--budget", type=float, default=70.0, help="seconds of measuring after which no case is begun")
     options = parser.parse_args(argv)
-    began = time.monotonic()
     device = torch.device(options.device)
     work = chosen_cases(options.only)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
         target = device_target(device)
-        kinds = {(case.head_dim, case.heads // case.kv_heads * case.seqlen_q, case.mask): case for case in work}
-        jobs = [(case, choice, target) for case in kinds.values() for choice in CANDIDATES[case.head_dim]]
-        compile_all(compile_one, jobs)
+        kinds = {}
+        for case in work:
+            for variant in variants_of(case, options.independent):
+                key = (case.head_dim, case.heads // case.kv_heads * case.seqlen_q, variant.tile, variant.merge != "left"
+                       and variant.merge, variant.dependent, variant.stream_query)  # fmt: skip
+                kinds.setdefault(key, (case, variant, target))
+        compile_all(compile_one, list(kinds.values()))
     else:
-        work = list({case.smaller(): None for case in work})
+        work = [dataclasses.replace(case.smaller(), dtype="float16", seqlen_k=300) for case in work[:3]]
+    began = time.monotonic()
+    largest = max(2 * math.ceil(max(decode.KEPT_BYTES, case.bytes) / case.bytes) * case.bytes for case in work)
+    buffer = torch.empty(int(largest) // 2, dtype=cases.DTYPES[work[0].dtype], device=device).normal_()
     results = Results(Path(options.out), "tune_decode", environment(options.device), vars(options))
     left = []
+    gc.disable()
     for case in work:
         if time.monotonic() - began > options.budget:
             left.append(case.label)
             continue
-        row = measure(case, device, options.rounds if device.type == "cuda" else 1)
+        variants = variants_of(case, options.independent)
+        cuda = device.type == "cuda"
+        row = measure(case, variants if cuda else variants[:3], buffer, options.rounds if cuda else 1)
         results.add(row)
-        best = "  ".join(f"{name} (S={row['splits'][name]}) {us}" for name, us in list(row["us"].items())[:6])
-        print(f"{case.label}: {row['tb_per_s']} TB/s  {best}" + (f"  failed: {row['failed']}" if row["failed"] else ""),
-              flush=True)  # fmt: skip
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        shown = "  ".join(
+            f"{v['tile']} {v['splits']} {v['merge']}{'' if v['dependent'] else ' independent'}"
+            f"{'' if v['stream_query'] else ' query once'} {v['us']}" for v in row["variants"][:8])  # fmt: skip
+        print(f"{row['label']}: default {row['default_us']}  {shown}"
+              + (f"  failed: {row['failed']}" if row["failed"] else ""), flush=True)  # fmt: skip
+    print(f"measured in {time.monotonic() - began:.0f} s", *summary(results.data["rows"]), sep="\n", flush=True)
     results.finish(left)
     return 0
 

@@ -348,7 +348,7 @@ def decoding(target: GPUTarget, *, batch=1, heads=32, kv_heads=8, queries=1, key
     causal = options.pop("causal", False)
     plan = kv_cache.plan_of(query, key, value, out, None, 0.1, kv_cache.DecodeOptions(**options), attn_mask, causal,
                             target=target)  # fmt: skip
-    return plan.launch.compile(target)
+    return [launch.compile(target) for launch in plan.launches]
 
 
 def integers(*shape: int) -> Tensor:
@@ -374,6 +374,9 @@ DECODING = {
 }
 
 
+MERGED_BY_LAUNCH = {"one key head"}
+
+
 def some_decoding() -> list[Any]:
     """Every kind for sm_90, each other target with some of them, every head_dim and element size included."""
     found = [("sm_90", name) for name in DECODING]
@@ -385,13 +388,17 @@ def some_decoding() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "kind"), some_decoding())
 def test_decoding_compiles(name, kind):
-    result = decoding(TARGETS[name], **DECODING[kind])
+    result, *merge = decoding(TARGETS[name], **DECODING[kind])
     check(result, TARGETS[name])
     text = assembly(result)
     assert TENSOR_CORES.search(text)
+    assert len(merge) == (kind in MERGED_BY_LAUNCH)
+    if merge:
+        check(merge[0], TARGETS[name])
     if TARGETS[name].backend == "cuda":
-        # What one program leaves the others see: released and acquired by the same atomic.
-        assert ("atom.global.gpu.acq_rel" in text) == (kind != "unsplit")
+        # What one program leaves the others see: released and acquired by the same atomic, or by the end of a launch.
+        assert ("atom.global.gpu.acq_rel" in text) == (kind != "unsplit" and not merge)
+        assert all(("griddepcontrol.wait" in assembly(item)) == (90 <= TARGETS[name].arch < 110) for item in (result, *merge))
         if kind != "unaligned":  # keys and values come by asynchronous copies of 16 bytes
             assert "cp.async.cg.shared.global" in text
             assert re.search(r"local_depot|\.local ", text) is None

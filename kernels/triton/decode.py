@@ -24,6 +24,11 @@ import triton.language as tl
 
 from .common import LN2, LOG2E, MASK_BOOL, MASK_FLOAT, MASK_NONE, as_operand
 
+# Who adds up the partial results: nobody, there is one; the last program to arrive; a launch of its own.
+MERGE_NONE = tl.constexpr(0)
+MERGE_BY_LAST = tl.constexpr(1)
+MERGE_BY_LAUNCH = tl.constexpr(2)
+
 
 @triton.jit
 def _exp(x, NATURAL: tl.constexpr):
@@ -197,35 +202,32 @@ def _arrive(counter, expected):
 
 
 @triton.jit
-def _merge(partials, statistics, first, last, num_rows, FAN_IN: tl.constexpr, BLOCK_R: tl.constexpr,
-           BLOCK_DV: tl.constexpr, NATURAL: tl.constexpr):
-    """(accumulator, maximum, sum) of the partial results first..last, at most FAN_IN, added up in this order."""
-    rows = tl.arange(0, BLOCK_R)
+def _merge(partials, statistics, first, last, first_row, num_rows, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+           BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr, NATURAL: tl.constexpr):
+    """(accumulator, maximum, sum) of the partial results first..last, of ROWS of their rows, added up in this order."""
+    rows = first_row + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_DV)
     present = rows < num_rows
-    partials += tl.cast(first, tl.int64) * (BLOCK_R * BLOCK_DV)
-    statistics += tl.cast(first, tl.int64) * (2 * BLOCK_R)
-    count = last - first
-    numbers = tl.arange(0, FAN_IN)
-    pointers = statistics + numbers[:, None] * (2 * BLOCK_R) + rows[None, :]
-    inside = (numbers < count)[:, None] & present[None, :]
-    maxima = tl.load(pointers, mask=inside, other=float("-inf"), cache_modifier=".cg")
-    sums = tl.load(pointers + BLOCK_R, mask=inside, other=0.0, cache_modifier=".cg")
-    row_max = tl.max(maxima, 0)
-    shift = _finite(row_max)
-    row_sum = tl.sum(sums * _exp(maxima - shift[None, :], NATURAL), 0)
-    accumulator = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
-    # Loads that do not wait for each other, as many as registers hold.
-    AT_ONCE: tl.constexpr = max(1, min(8, 4096 // (BLOCK_R * BLOCK_DV)))
-    for start in tl.range(0, count, AT_ONCE):
-        for step in tl.static_range(AT_ONCE):
-            number = start + step
-            wanted = present & (number < count)
-            maximum = tl.load(statistics + number * (2 * BLOCK_R) + rows, mask=wanted, other=float("-inf"),
-                              cache_modifier=".cg")
-            partial = tl.load(partials + (number * BLOCK_R + rows)[:, None] * BLOCK_DV + columns[None, :],
-                              mask=wanted[:, None], other=0.0, cache_modifier=".cg")
-            accumulator += partial * _exp(maximum - shift, NATURAL)[:, None]
+    accumulator = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    for start in tl.range(first, last, AT_ONCE):
+        # All loads before anything that needs one of them: what a barrier follows waits for the memory each time.
+        numbers = start + tl.arange(0, AT_ONCE)
+        inside = (numbers < last)[:, None] & present[None, :]
+        origin = numbers.to(tl.int64) * BLOCK_R
+        pointers = statistics + 2 * origin[:, None] + rows[None, :]
+        maxima = tl.load(pointers, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(pointers + BLOCK_R, mask=inside, other=0.0, cache_modifier=".cg")
+        pointers = partials + (origin[:, None] + rows[None, :])[:, :, None] * BLOCK_DV + columns[None, None, :]
+        parts = tl.load(pointers, mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
+        new_max = tl.maximum(row_max, tl.max(maxima, 0))
+        shift = _finite(new_max)
+        weights = _exp(maxima - shift[None, :], NATURAL)
+        rescale = _exp(row_max - shift, NATURAL)
+        row_sum = row_sum * rescale + tl.sum(sums * weights, 0)
+        accumulator = accumulator * rescale[:, None] + tl.sum(parts * weights[:, :, None], 0)
+        row_max = new_max
     return accumulator, row_max, row_sum
 
 
@@ -264,50 +266,23 @@ def _finish(accumulator, row_max, row_sum, out, logsumexp, sinks, batch, kv_head
 
 
 @triton.jit
-def attention_decode(
-    query, key, value, mask, sinks, alibi_slopes, seqused_k, leftpad_k, batch_index, block_table, out, logsumexp,
-    partials, counters,
-    stride_qb, stride_qh, stride_qm, stride_qd,
-    stride_kb, stride_kh, stride_kn, stride_kd,
-    stride_vb, stride_vh, stride_vn, stride_vd,
-    stride_mb, stride_mh, stride_mq, stride_mk,
-    stride_ob, stride_oh, stride_om, stride_od,
-    stride_sb, stride_tb, num_kv_heads, group_size, seqlen_q, seqlen_k, seqused_more, num_splits, statistics_offset,
-    offset, window_left, window_right, query_step, scale, softcap,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT: tl.constexpr, FAN_IN: tl.constexpr,
-    CHUNK: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_PER_HEAD: tl.constexpr,
-    MASK_UNIT_STRIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, BOUND_KEYS: tl.constexpr, PAGE: tl.constexpr, QUERY_FACTOR: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, STREAM_QUERY: tl.constexpr, PRECISION: tl.constexpr,
-):
-    """out [B, H, seqlen_q, HEAD_DIM_V] and, where there is one, logsumexp float32 [B, H, seqlen_q].
+def _wait_for_earlier_launches():
+    """A dependent launch begins before what was launched before it has ended; from here on that is complete."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
-    Rows are numbered query by query, the group_size heads of each together. scale is positive and, unless scores are
-    kept in natural units (a float mask, ALiBi, softcap), carries log2(e); QUERY_FACTOR (1, -1 or 0) has the sign.
-    Row i of the queries stands at key i + offset, BOTTOM_RIGHT: at i + keys in use - seqlen_q; LEFT and RIGHT bound
-    what it sees to window_left and window_right keys from there. Optional, None where absent: sinks [H], natural units;
-    alibi_slopes float32, stride_sb from batch to batch; int32 [B] each: seqused_k (seqused_more are added to it),
-    leftpad_k, batch_index (which batch of key and value to read); block_table int32, stride_tb from batch to batch: key
-    [pages, Hkv, PAGE, D], value alike, and seqlen_k then is what all pages of a batch hold. partials, float32: partial
-    results, from statistics_offset on their maxima and sums; counters, int32: zeros, left as zeros. STREAM_QUERY: the
-    query tile comes with each tile of keys again, by the same asynchronous copies, so that the first keys need not wait
-    until it has arrived; query_step is 0, which the compiler must not know, or it would load the tile before the loop.
-    """
-    NATURAL: tl.constexpr = MASK == MASK_FLOAT or SOFTCAP or alibi_slopes is not None
-    num_rows = seqlen_q * group_size
-    num_row_tiles = tl.cdiv(num_rows, BLOCK_M)
-    program = tl.program_id(0)
-    row_tile = program % num_row_tiles
-    program = program // num_row_tiles
-    split = program % num_splits
-    head_index = program // num_splits
-    batch = head_index // num_kv_heads
-    kv_head = head_index % num_kv_heads
-    unit = head_index * num_row_tiles + row_tile  # what one set of partial results belongs to
 
-    # Which keys the rows of this tile may see.
-    first_row = row_tile * BLOCK_M
+@triton.jit
+def _let_the_next_begin():
+    """Once all programs have said so, a dependent launch may take its place and wait there."""
+    tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False,
+                              pack=1)
+
+
+@triton.jit
+def _visible_keys(seqused_k, leftpad_k, batch, first_row, num_rows, group_size, seqlen_q, seqlen_k, seqused_more,
+                  offset, window_left, window_right, num_splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                  LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr):
+    """Which keys the rows of a tile may see: (first key, last key, offset, first tile, last tile, splits at work)."""
     first_query = first_row // group_size
     last_query = (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // group_size
     last_key = seqlen_k
@@ -325,12 +300,74 @@ def attention_decode(
     first_tile = first_key // BLOCK_N
     last_tile = tl.cdiv(tl.maximum(last_key, 0), BLOCK_N)
     live_splits = tl.maximum(tl.minimum(num_splits, last_tile - first_tile), 1)
+    return first_key, last_key, offset, first_tile, last_tile, live_splits
+
+
+@triton.jit
+def attention_decode(
+    query, key, value, mask, sinks, alibi_slopes, seqused_k, leftpad_k, batch_index, block_table, out, logsumexp,
+    partials, counters,
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_mb, stride_mh, stride_mq, stride_mk,
+    stride_ob, stride_oh, stride_om, stride_od,
+    stride_sb, stride_tb, num_kv_heads, group_size, seqlen_q, seqlen_k, seqused_more, num_splits, statistics_offset,
+    offset, window_left, window_right, query_step, scale, softcap,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, MERGE: tl.constexpr, FAN_IN: tl.constexpr,
+    AT_ONCE: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
+    MASK_PER_HEAD: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BOUND_KEYS: tl.constexpr, PAGE: tl.constexpr,
+    QUERY_FACTOR: tl.constexpr, UNIT_STRIDE: tl.constexpr, STREAM_QUERY: tl.constexpr, DEPENDENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out [B, H, seqlen_q, HEAD_DIM_V] and, where there is one, logsumexp float32 [B, H, seqlen_q].
+
+    Rows are numbered query by query, the group_size heads of each together. scale is positive and, unless scores are
+    kept in natural units (a float mask, ALiBi, softcap), carries log2(e); QUERY_FACTOR (1, -1 or 0) has the sign.
+    Row i of the queries stands at key i + offset, BOTTOM_RIGHT: at i + keys in use - seqlen_q; LEFT and RIGHT bound
+    what it sees to window_left and window_right keys from there. Optional, None where absent: sinks [H], natural units;
+    alibi_slopes float32, stride_sb from batch to batch; int32 [B] each: seqused_k (seqused_more are added to it),
+    leftpad_k, batch_index (which batch of key and value to read); block_table int32, stride_tb from batch to batch: key
+    [pages, Hkv, PAGE, D], value alike, and seqlen_k then is what all pages of a batch hold. partials, float32: partial
+    results, from statistics_offset on their maxima and sums; counters, int32: zeros, left as zeros. STREAM_QUERY: the
+    query tile comes with each tile of keys again, by the same asynchronous copies, so that the first keys need not wait
+    until it has arrived; query_step is 0, which the compiler must not know, or it would load the tile before the loop.
+    DEPENDENT: a programmatic dependent launch, which waits by itself for what was launched before.
+    """
+    NATURAL: tl.constexpr = MASK == MASK_FLOAT or SOFTCAP or alibi_slopes is not None
+    num_rows = seqlen_q * group_size
+    num_row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    program = tl.program_id(0)
+    row_tile = program % num_row_tiles
+    program = program // num_row_tiles
+    split = program % num_splits
+    head_index = program // num_splits
+    batch = head_index // num_kv_heads
+    kv_head = head_index % num_kv_heads
+    unit = head_index * num_row_tiles + row_tile  # what one set of partial results belongs to
+
+    first_row = row_tile * BLOCK_M
+    row = tl.minimum(first_row + tl.arange(0, BLOCK_M), num_rows - 1)
+    query_index = row // group_size
+    head = kv_head * group_size + row % group_size
+    columns = tl.arange(0, BLOCK_D)
+    pointers = query + batch * stride_qb + (head * stride_qh + query_index * stride_qm)[:, None]
+    pointers += (columns if UNIT_STRIDE else columns * stride_qd)[None, :]
+    present = (first_row + tl.arange(0, BLOCK_M) < num_rows)[:, None]
+    if BLOCK_D != HEAD_DIM:
+        present = present & (columns < HEAD_DIM)[None, :]
+    if DEPENDENT:  # nothing of what is in memory has been read so far
+        _wait_for_earlier_launches()
+        if MERGE == MERGE_BY_LAUNCH:
+            _let_the_next_begin()
+    first_key, last_key, offset, first_tile, last_tile, live_splits = _visible_keys(
+        seqused_k, leftpad_k, batch, first_row, num_rows, group_size, seqlen_q, seqlen_k, seqused_more, offset,
+        window_left, window_right, num_splits, BLOCK_M, BLOCK_N, LEFT, RIGHT, BOTTOM_RIGHT)
 
     if split < live_splits:
         keys = tl.arange(0, BLOCK_N)
-        row = tl.minimum(first_row + tl.arange(0, BLOCK_M), num_rows - 1)
-        query_index = row // group_size
-        head = kv_head * group_size + row % group_size
         position = query_index + offset
         if batch_index is not None:
             key_batch = tl.load(batch_index + batch)
@@ -341,12 +378,6 @@ def attention_decode(
         if PAGE == 0:
             key += key_batch * stride_kb
             value += key_batch * stride_vb
-        columns = tl.arange(0, BLOCK_D)
-        pointers = query + batch * stride_qb + (head * stride_qh + query_index * stride_qm)[:, None]
-        pointers += (columns if UNIT_STRIDE else columns * stride_qd)[None, :]
-        present = (first_row + tl.arange(0, BLOCK_M) < num_rows)[:, None]
-        if BLOCK_D != HEAD_DIM:
-            present = present & (columns < HEAD_DIM)[None, :]
         if STREAM_QUERY:
             query_tile = 0
         else:
@@ -409,13 +440,17 @@ def attention_decode(
         if not NATURAL:
             row_max = row_max * scale
 
-        out += batch * stride_ob
-        if not SPLIT:
-            _finish(accumulator, row_max, row_sum, out, logsumexp, sinks, batch, kv_head, first_row, num_rows,
-                    num_kv_heads, group_size, seqlen_q, stride_oh, stride_om, stride_od, BLOCK_M, BLOCK_DV, HEAD_DIM_V,
-                    NATURAL, UNIT_STRIDE)
+        rows = num_rows - first_row
+        if MERGE == MERGE_NONE:
+            _finish(accumulator, row_max, row_sum, out + batch * stride_ob, logsumexp, sinks, batch, kv_head, first_row,
+                    num_rows, num_kv_heads, group_size, seqlen_q, stride_oh, stride_om, stride_od, BLOCK_M, BLOCK_DV,
+                    HEAD_DIM_V, NATURAL, UNIT_STRIDE)
+        elif MERGE == MERGE_BY_LAUNCH:
+            statistics = partials + statistics_offset + tl.cast(unit, tl.int64) * num_splits * (2 * BLOCK_R)
+            partials += tl.cast(unit, tl.int64) * num_splits * (BLOCK_R * BLOCK_DV)
+            _leave(partials, statistics, split, accumulator, row_max, row_sum, rows, BLOCK_M, BLOCK_R, BLOCK_DV)
         else:
-            rows = num_rows - first_row
+            out += batch * stride_ob
             num_groups = tl.cdiv(num_splits, FAN_IN)
             group = split // FAN_IN
             slots = num_splits + num_groups
@@ -426,8 +461,8 @@ def attention_decode(
             first = group * FAN_IN
             last = tl.minimum(first + FAN_IN, live_splits)
             if _arrive(counters + 1 + group, last - first):
-                merged, merged_max, merged_sum = _merge(partials, statistics, first, last, rows, FAN_IN, BLOCK_R,
-                                                        BLOCK_DV, NATURAL)
+                merged, merged_max, merged_sum = _merge(partials, statistics, first, last, 0, rows, BLOCK_R, AT_ONCE,
+                                                        BLOCK_R, BLOCK_DV, NATURAL)
                 live_groups = tl.cdiv(live_splits, FAN_IN)
                 if live_groups == 1:
                     _finish(merged, merged_max, merged_sum, out, logsumexp, sinks, batch, kv_head, first_row, num_rows,
@@ -438,7 +473,46 @@ def attention_decode(
                            BLOCK_R, BLOCK_DV)
                     if _arrive(counters, live_groups):
                         total, total_max, total_sum = _merge(partials, statistics, num_splits, num_splits + live_groups,
-                                                             rows, FAN_IN, BLOCK_R, BLOCK_DV, NATURAL)
+                                                             0, rows, BLOCK_R, AT_ONCE, BLOCK_R, BLOCK_DV, NATURAL)
                         _finish(total, total_max, total_sum, out, logsumexp, sinks, batch, kv_head, first_row, num_rows,
                                 num_kv_heads, group_size, seqlen_q, stride_oh, stride_om, stride_od, BLOCK_R, BLOCK_DV,
                                 HEAD_DIM_V, NATURAL, UNIT_STRIDE)
+
+
+@triton.jit
+def merge_splits(
+    sinks, seqused_k, leftpad_k, out, logsumexp, partials,
+    stride_ob, stride_oh, stride_om, stride_od,
+    num_kv_heads, group_size, seqlen_q, seqlen_k, seqused_more, num_splits, statistics_offset, offset, window_left,
+    window_right,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, NATURAL: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    """out and logsumexp of what ``attention_decode`` with MERGE_BY_LAUNCH left in partials, ROWS rows each program.
+
+    Arguments as there. A launch of its own where one program would have much to read: here many share it.
+    """
+    num_rows = seqlen_q * group_size
+    num_row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    program = tl.program_id(0)
+    slices: tl.constexpr = BLOCK_R // ROWS
+    row_in_tile = program % slices * ROWS
+    unit = program // slices
+    first_row = unit % num_row_tiles * BLOCK_M
+    head_index = unit // num_row_tiles
+    batch = head_index // num_kv_heads
+    rows = num_rows - first_row
+    if DEPENDENT:
+        _wait_for_earlier_launches()
+    if row_in_tile < rows:
+        _, _, _, _, _, live_splits = _visible_keys(
+            seqused_k, leftpad_k, batch, first_row, num_rows, group_size, seqlen_q, seqlen_k, seqused_more, offset,
+            window_left, window_right, num_splits, BLOCK_M, BLOCK_N, LEFT, RIGHT, BOTTOM_RIGHT)
+        statistics = partials + statistics_offset + tl.cast(unit, tl.int64) * num_splits * (2 * BLOCK_R)
+        partials += tl.cast(unit, tl.int64) * num_splits * (BLOCK_R * BLOCK_DV)
+        total, total_max, total_sum = _merge(partials, statistics, 0, live_splits, row_in_tile, rows, ROWS, AT_ONCE,
+                                             BLOCK_R, BLOCK_DV, NATURAL)
+        _finish(total, total_max, total_sum, out + batch * stride_ob, logsumexp, sinks, batch,
+                head_index % num_kv_heads, first_row + row_in_tile, num_rows, num_kv_heads, group_size, seqlen_q,
+                stride_oh, stride_om, stride_od, ROWS, BLOCK_DV, HEAD_DIM_V, NATURAL, UNIT_STRIDE)

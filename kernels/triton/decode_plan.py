@@ -11,14 +11,15 @@ import functools
 import math
 
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
 from ... import _torch
 from . import launch as launches
 from .common import MASK_FLOAT
 from .counters import counters
-from .decode import attention_decode
+from .decode import MERGE_BY_LAST, MERGE_BY_LAUNCH, MERGE_NONE, attention_decode, merge_splits
 from .launch import Launch
-from .tiles import DecodeTile, choose_decode
+from .tiles import DecodeTile, Tile, choose_decode
 
 MAX_QUERIES = 16
 """With more queries than these a call is no longer bound by reading keys and values."""
@@ -27,6 +28,7 @@ MAX_BLOCK_M = 64
 _MAX_SPLITS = 1024
 # For measurements (benchmarks/tune_decode.py): copy the query tile with every tile of keys, where that costs little.
 STREAM_QUERY = True
+DEPENDENT = True
 _LOG2E = math.log2(math.e)
 
 
@@ -78,6 +80,11 @@ def fan_in(block_r: int, block_dv: int) -> int:
     return 64 if block_r * block_dv <= 1024 else 16
 
 
+def at_once(number: int, rows: int, block_dv: int, num_warps: int) -> int:
+    """How many of `number` partial results to load at once: as many as registers hold, 64 of each thread."""
+    return max(1, min(_power_of_two(number), 2048 * num_warps // (rows * block_dv)))
+
+
 @functools.lru_cache(maxsize=4096)
 def choose_splits(units: int, key_tiles: int, slots: int, tile_bytes: int, block_r: int, block_dv: int) -> int:
     """Into how many parts to cut key_tiles tiles of keys, for each of `units` sets of rows that share keys.
@@ -103,8 +110,13 @@ def choose_splits(units: int, key_tiles: int, slots: int, tile_bytes: int, block
     return best
 
 
+def merges_by_launch(splits: int, block_r: int, block_dv: int) -> bool:
+    """Are partial results so many or so large that one program would read them for longer than a launch takes?"""
+    return splits * block_r * block_dv > 32768
+
+
 class DecodePlan:
-    """One launch of ``attention_decode``, ready but for its pointers."""
+    """``attention_decode``, and ``merge_splits`` where that has a launch of its own, ready but for their pointers."""
 
     def __init__(self, call, query, key, value, mask, scale, out, logsumexp, options: DecodeOptions = PLAIN):
         """call: attention.py's _Call of these tensors. With a block table, key [pages, Hkv, page, D], value alike."""
@@ -135,10 +147,16 @@ class DecodePlan:
         splits = options.num_splits or choose_splits(units, key_tiles, slots, tile_bytes, block_r, block_d)
         splits = max(1, min(splits, key_tiles, width * width))
         self.splits = splits
-        groups = -(-splits // width)
+        merge = MERGE_NONE.value
+        if splits > 1:
+            by_launch = merges_by_launch(splits, block_r, block_d)
+            merge = MERGE_BY_LAUNCH.value if by_launch else MERGE_BY_LAST.value
+        groups = -(-splits // width) if merge == MERGE_BY_LAST.value else 0
         results = units * (splits + groups)
-        self.counters = units * (1 + groups) if splits > 1 else 0
+        self.counters = units * (1 + groups) if groups else 0
         self.partials = results * block_r * (block_d + 2) if splits > 1 else 0
+        interpreted = isinstance(attention_decode, InterpretedFunction)
+        dependent = DEPENDENT and call.family == "sm_90" and not interpreted
 
         factor = (scale > 0) - (scale < 0)
         natural = call.mask_kind == MASK_FLOAT.value or options.softcap > 0 or options.alibi_slopes is not None
@@ -150,7 +168,7 @@ class DecodePlan:
         names = ("sinks", "alibi_slopes", "seqused_k", "leftpad_k", "batch_index", "block_table")
         pointers |= dict(zip(names, options.tensors, strict=True))
         pointers |= {"out": out, "logsumexp": logsumexp, "partials": scratch,
-                     "counters": None if scratch is None else torch.empty(0, dtype=torch.int32, device=self.device)}
+                     "counters": torch.empty(0, dtype=torch.int32, device=self.device) if self.counters else None}
         strides = call.strides("qb qh qm qd", query) | call.strides("ob oh om od", out)
         strides = {name: ("i64", stride) for name, (_, stride) in strides.items()}  # there may be many queries
         strides |= call.strides("kb kh kn kd", key) | call.strides("vb vh vn vd", value)
@@ -181,8 +199,9 @@ class DecodePlan:
             "BLOCK_M": block_m,
             "BLOCK_N": tile.block_n,
             "BLOCK_R": block_r,
-            "SPLIT": splits > 1,
+            "MERGE": merge,
             "FAN_IN": width,
+            "AT_ONCE": at_once(width, block_r, block_d, tile.num_warps),
             "CHUNK": min(32, 2048 // tile.block_n),
             "MASK": call.mask_kind,
             "MASK_PER_KEY": call.mask_strides[2] == 0 and (call.mask_strides[1] == 0 or group == 1),
@@ -197,6 +216,7 @@ class DecodePlan:
             "QUERY_FACTOR": factor,
             "UNIT_STRIDE": call.unit_stride,
             "STREAM_QUERY": STREAM_QUERY and block_m == 16 and factor == 1 and call.dtype.itemsize == 2,
+            "DEPENDENT": dependent,
             "PRECISION": call.constants["PRECISION"],
         }
         divisors = call.divisors({"query": query, "key": key, "value": value, "out": out}, strides, mask_strides)
@@ -215,14 +235,32 @@ class DecodePlan:
             divisors,
             tile,
             {},
+            dependent,
         )
+        self.merge = None
+        if merge == MERGE_BY_LAUNCH.value:
+            names = ("sinks", "seqused_k", "leftpad_k", "out", "logsumexp", "partials")
+            constants |= {"ROWS": 1, "AT_ONCE": at_once(64, 1, block_d, 4), "NATURAL": natural}
+            order = merge_splits.arg_names
+            self.merge = Launch(
+                merge_splits,
+                units * block_r,
+                {name: pointers[name] for name in names},
+                {name: every_scalar[name] for name in order if name in every_scalar},
+                {name: constants[name] for name in order if name in constants},
+                {name: divisor for name, divisor in divisors.items() if name in order},
+                Tile(1, block_d, 4, 1),
+                {},
+                dependent,
+            )
         if call.target is None:
-            self.launch.load(self.device)
+            for launch in self.launches:
+                launch.load(self.device)
 
     @property
     def launches(self) -> list[Launch]:
         """As of the other plans."""
-        return [self.launch]
+        return [self.launch] if self.merge is None else [self.launch, self.merge]
 
     def __call__(self, query, key, value, mask, out, logsumexp=None, options: DecodeOptions = PLAIN) -> None:
         """Fill out and logsumexp; all tensors like those that the plan was made for."""
@@ -233,5 +271,8 @@ class DecodePlan:
         partials = count = None
         if self.partials:
             partials = _torch.empty_float32(query, (self.partials,), (1,))
-            count = counters(device, self.counters)
+            if self.counters:
+                count = counters(device, self.counters)
         self.launch(query, key, value, mask, *options.tensors, out, logsumexp, partials, count)
+        if self.merge is not None:
+            self.merge(options.sinks, options.seqused_k, options.leftpad_k, out, logsumexp, partials)

@@ -132,15 +132,17 @@ def device_target(device: torch.device) -> GPUTarget:
 
 
 def compile_kernel(kernel, types: dict[str, str], constants: dict[str, Any], divisors: dict[str, int], tile: Tile,
-                   target: GPUTarget):
+                   target: GPUTarget, dependent: bool = False):
     """Compile for a target, with or without such a GPU in the machine.
 
     types: argument name to "*bf16", "i32", ... or "constexpr"; constants: the values of the latter; divisors: what a
-    pointer or an integer is known to be a multiple of.
+    pointer or an integer is known to be a multiple of; dependent: as of Launch.
     """
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", divisor]] for name, divisor in divisors.items()}
     source = ASTSource(kernel, types, constants, attributes)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if dependent:
+        options["launch_pdl"] = True
     return triton.compile(source, target=target, options=options)
 
 
@@ -162,14 +164,16 @@ class Launch:
     its tensors launches on the current stream of their device; no other work is done.
     """
 
-    __slots__ = ("_absent", "_arguments", "_description", "_device_index", "_fixed", "_grid", "_interpreted", "_maps",
-                 "_num_tensors", "_run", "compiled", "name")
+    __slots__ = ("_absent", "_arguments", "_dependent", "_description", "_device_index", "_fixed", "_grid",
+                 "_interpreted", "_maps", "_num_tensors", "_run", "compiled", "name")
 
     def __init__(self, kernel, grid: int, pointers: dict[str, torch.Tensor | None], scalars: dict[str, tuple[str, Any]],
-                 constants: dict[str, Any], divisors: dict[str, int], tile: Tile, maps: dict[str, TensorMap]):
+                 constants: dict[str, Any], divisors: dict[str, int], tile: Tile, maps: dict[str, TensorMap],
+                 dependent: bool = False):
         """pointers, scalars (type and value) and constants are in the order of the kernel's arguments.
 
-        The tensors named in maps arrive in the kernel as tensor maps instead of pointers.
+        The tensors named in maps arrive in the kernel as tensor maps instead of pointers. dependent: the kernel itself
+        waits for the launches before it (programmatic dependent launch), and may begin before they have ended.
         """
         self._grid = grid
         self.name = kernel.__name__
@@ -184,11 +188,12 @@ class Launch:
         types |= {name: kind for name, (kind, _) in scalars.items()} | dict.fromkeys(constants, "constexpr")
         absent = {name: None for name, tensor in pointers.items() if tensor is None}
         self._description = kernel, types, absent | constants, divisors, tile
+        self._dependent = dependent
         launch_counts.setdefault(self.name, 0)
 
     def compile(self, target: GPUTarget):
         """The kernel compiled for a target, with or without such a GPU in the machine."""
-        return compile_kernel(*self._description, target)
+        return compile_kernel(*self._description, target, self._dependent)
 
     def load(self, device: torch.device) -> Launch:
         """Compile for this device and load; raises KernelUnavailable."""
@@ -213,7 +218,8 @@ class Launch:
         Looking it up in Triton's cache on disk takes milliseconds, which calls of ever new lengths would pay each time.
         """
         kernel, types, constants, divisors, tile = self._description
-        key = (kernel.__name__, *types.items(), None, *constants.items(), None, *divisors.items(), tile, device.index)
+        kind = tile, self._dependent, device.index
+        key = (kernel.__name__, *types.items(), None, *constants.items(), None, *divisors.items(), *kind)
         compiled = _loaded.get(key)
         if compiled is None:
             compiled = self.compile(device_target(device))

@@ -178,6 +178,82 @@ def test_a_captured_graph_decodes_new_data(device, plugin, decoded):
 
 
 @pytest.mark.cuda_only
+@pytest.mark.parametrize("group", [4, 32])
+@pytest.mark.parametrize("before", ["nothing", "fill", "copy", "kernels", "two streams"])
+def test_a_dependent_launch_waits_for_what_is_before_it(device, before, group):
+    """In a graph and in a stream: it begins before that has ended, be it a kernel, a copy or another stream's work."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    call = cache_call(6, dtype=BFLOAT, device=device, group=group, kv_heads=1, keys=4000, head_dim=128)
+    source = [torch.randn(call.query.shape, device=device, generator=generator).to(BFLOAT) for _ in range(2)]
+    large = torch.randn(4096, 4096, device=device, dtype=BFLOAT, generator=generator)
+    sides = [torch.cuda.Stream() for _ in range(2)]
+
+    def make_query(target: Tensor, number: Tensor) -> None:
+        if before == "fill":
+            target.fill_(0.0)
+        elif before == "copy":
+            target.copy_(number)
+        elif before == "kernels":
+            torch.mm(large, large)
+            torch.add(number, 1.0, out=target)
+        elif before == "two streams":
+            current = torch.cuda.current_stream()
+            for index, side in enumerate(sides):
+                side.wait_stream(current)
+                with torch.cuda.stream(side):
+                    torch.mm(large, large)
+                    torch.add(number[:, index::2], 1.0, out=target[:, index::2])
+            for side in sides:
+                current.wait_stream(side)
+
+    def step(number: Tensor) -> list[Tensor]:
+        """Twice, the second time over the query that the first has read."""
+        outs = []
+        for _ in range(2):
+            make_query(call.query, number)
+            outs.append(run_cache(call)[0])
+            call.query.mul_(0.5)
+            outs.append(run_cache(call)[0])
+        return outs
+
+    def expected(number: Tensor) -> list[Tensor]:
+        outs = []
+        for _ in range(2):
+            make_query(call.query, number)
+            torch.cuda.synchronize()
+            outs.append(run_cache(call)[0])
+            torch.cuda.synchronize()
+            call.query.mul_(0.5)
+            torch.cuda.synchronize()
+            outs.append(run_cache(call)[0])
+            torch.cuda.synchronize()
+        return outs
+
+    start = call.query.clone()
+    number = source[0].clone()
+    step(number)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(number)
+    for turn in range(10):
+        number.copy_(source[turn % 2])
+        call.query.copy_(start)
+        wanted = expected(number)
+        for run in (graph.replay, lambda: captured_into(captured, step(number))):
+            for tensor in captured:
+                tensor.fill_(math.nan)
+            call.query.copy_(start)
+            run()
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(captured, wanted)), (before, turn)
+
+
+def captured_into(outs: list[Tensor], results: list[Tensor]) -> None:
+    for out, result in zip(outs, results):
+        out.copy_(result)
+
+
+@pytest.mark.cuda_only
 def test_the_first_call_of_a_stream_may_be_captured(device, plugin):
     """Counters of a size that nobody has asked for yet are made while a graph is captured."""
     query = torch.randn(300, 8, 1, 64, device=device, dtype=HALF)
