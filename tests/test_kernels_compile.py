@@ -398,7 +398,8 @@ def test_decoding_compiles(name, kind):
     if TARGETS[name].backend == "cuda":
         # What one program leaves the others see: released and acquired by the same atomic, or by the end of a launch.
         assert ("atom.global.gpu.acq_rel" in text) == (kind != "unsplit" and not merge)
-        assert all(("griddepcontrol.wait" in assembly(item)) == (90 <= TARGETS[name].arch < 110) for item in (result, *merge))
+        dependent = 90 <= TARGETS[name].arch < 110
+        assert all(("griddepcontrol.wait" in assembly(item)) == dependent for item in (result, *merge))
         if kind != "unaligned":  # keys and values come by asynchronous copies of 16 bytes
             assert "cp.async.cg.shared.global" in text
             assert re.search(r"local_depot|\.local ", text) is None
