@@ -305,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         work = [dataclasses.replace(case.smaller(), dtype="float16", seqlen_k=300) for case in work[:3]]
     began = time.monotonic()
-    largest = max(2 * math.ceil(max(decode.KEPT_BYTES, case.bytes) / case.bytes) * case.bytes for case in work)
+    largest = max(max(2, math.ceil(decode.KEPT_BYTES / case.bytes)) * case.bytes for case in work)
     buffer = torch.empty(int(largest) // 2, dtype=cases.DTYPES[work[0].dtype], device=device).normal_()
     results = Results(Path(options.out), "tune_decode", environment(options.device), vars(options))
     left = []
