@@ -52,9 +52,11 @@ def run_and_check(call: CacheCall) -> torch.Tensor:
 
 @pytest.mark.parametrize("features", [(name,) for name in FEATURES], ids=str)
 @pytest.mark.parametrize("num_splits", [1, 5])
-def test_each_feature(features, num_splits):
+def test_each_feature(monkeypatch, features, num_splits):
     features = (*features, "used") if features == ("pages",) else features
     for seed in range(2):
+        monkeypatch.setattr(decode_plan, "merges_by_launch", lambda *_, seed=seed: seed == 1)
+        attention._plans.clear()
         dtype = (HALF, SINGLE)[seed % 2]
         run_and_check(cache_call(seed, features, queries=3, keys=70, kv_heads=1, num_splits=num_splits, dtype=dtype))
 
@@ -63,14 +65,12 @@ ALL_PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if not {"pages
          and not {"pages", "mask"} <= set(pair)]  # fmt: skip
 
 
-PAIRS = ALL_PAIRS[::3]
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_pairs_of_features(pair):
-    seed = PAIRS.index(pair)
+@pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
+def test_pairs_of_features(monkeypatch, pair):
+    seed = ALL_PAIRS.index(pair)
+    monkeypatch.setattr(decode_plan, "merges_by_launch", lambda *_: seed % 2 == 1)
     pair = (*pair, "used") if "pages" in pair and "used" not in pair else pair
-    run_and_check(cache_call(seed, pair, queries=2, num_splits=3, keys=50, kv_heads=1))
+    run_and_check(cache_call(seed, pair, queries=2, num_splits=3, keys=50, kv_heads=1, batch=1 + seed % 2))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -83,10 +83,14 @@ def test_masks_of_more_tiles_than_are_looked_at_at_once():
         run_and_check(cache_call(seed, ("mask",), batch=1, kv_heads=1, keys=1100, num_splits=1 + seed % 2))
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 16, 17, 40, 64, 65])
-@pytest.mark.parametrize("group", [1, 16])
-def test_numbers_of_splits(num_splits, group):
-    """With 8 rows of 128 columns 16 results are merged at a time, so that more splits need two rounds."""
+@pytest.mark.parametrize(
+    ("num_splits", "group", "by_launch"),
+    [(1, 1, False), (16, 1, False), (40, 1, False), (64, 1, False), (65, 1, False), (2, 16, False), (16, 16, False),
+     (17, 16, False), (65, 16, False), (2, 16, True), (65, 16, True)],
+)  # fmt: skip
+def test_numbers_of_splits(monkeypatch, num_splits, group, by_launch):
+    """With 16 rows of 128 columns 16 results are merged at a time, so that more splits need two rounds."""
+    monkeypatch.setattr(decode_plan, "merges_by_launch", lambda *_: by_launch)
     run_and_check(cache_call(1, head_dim=128, group=group, kv_heads=1, keys=65 * 16, num_splits=num_splits, batch=1))
 
 
