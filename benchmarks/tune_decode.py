@@ -159,11 +159,9 @@ def compile_one(arguments) -> str | None:
 
 
 class Recorded:
-    """A graph of these calls, one for each set of tensors; replay_times takes it."""
+    """A graph of these calls, one for each set of tensors; replay_times takes it. The graphs of a row share a pool."""
 
-    pool = None
-
-    def __init__(self, calls: list, context=contextlib.nullcontext) -> None:
+    def __init__(self, calls: list, pool, context=contextlib.nullcontext) -> None:
         self.calls = calls
         self.graph = None
         with context():
@@ -176,11 +174,10 @@ class Recorded:
                 stream.synchronize()
                 # torch.cuda.graph would collect garbage each time, longer than all that is measured.
                 self.graph = torch.cuda.CUDAGraph()
-                self.graph.capture_begin(pool=Recorded.pool)
+                self.graph.capture_begin(pool=pool)
                 for call in calls:
                     call()
                 self.graph.capture_end()
-            Recorded.pool = Recorded.pool or self.graph.pool()
 
     def run(self) -> None:
         if self.graph is not None:
@@ -222,14 +219,15 @@ def measure(case: cases.Case, variants: list[Variant], buffer: torch.Tensor, rou
     with contenders.stock(None)():
         expected = F.scaled_dot_product_attention(*sets[-1], enable_gqa=grouped).float()  # what a replay leaves
     calls = [lambda s=s: F.scaled_dot_product_attention(*s, enable_gqa=grouped) for s in sets]
-    recorded["default"] = Recorded(calls, contenders.stock(None))
+    pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    recorded["default"] = Recorded(calls, pool, contenders.stock(None))
     for variant in variants:
         try:
             plan = variant.plan(*sets[0])
             if variant.merge == "left":
                 plan.merge = None
             out.fill_(math.nan)
-            item = Recorded([lambda s=s, plan=plan: plan(*s, None, out) for s in sets])
+            item = Recorded([lambda s=s, plan=plan: plan(*s, None, out) for s in sets], pool)
             item.run()
             if variant.merge != "left" and not torch.allclose(out.float(), expected, atol=2e-2, rtol=2e-2):
                 failed[variant.name] = f"differs by {(out.float() - expected).abs().max().item()}"
