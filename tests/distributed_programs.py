@@ -53,7 +53,7 @@ def on(device):
         with hooked():
             yield
         return
-    policy.judge = lambda problem: policy.Verdict(True, "test", "taken for a test")
+    policy.judge = lambda problem, backend: policy.Verdict(True, "test", "taken for a test")
     decisions.forget()
     torch_flashbackend.enable()
     try:

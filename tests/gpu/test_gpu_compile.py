@@ -201,6 +201,13 @@ def test_attention_written_by_hand_ends_in_ours_when_inductor_finds_it(plugin, l
     assert (out.double() - expected).abs().max() < 4e-3
 
 
+WITHOUT_ATTENTION = """
+import sys, torch
+query = torch.randn(8, device="cuda")
+with torch.no_grad():
+    program = torch.export.export(torch.nn.ReLU(), (query,))
+    torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1]))
+"""
 PACKAGED = """
 import sys, torch, torch.nn.functional as F
 import torch_flashbackend
@@ -232,9 +239,16 @@ def test_packages_of_aot_inductor_hold_stocks_operators(tmp_path):
     """Made in a process with the plugin, loaded in one without."""
     files = [str(tmp_path / "attention.pt2"), str(tmp_path / "tensors.pt")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} | {"TORCH_FLASHBACKEND": ""}
-    for script in (PACKAGED, LOADED):
+
+    def run(script):
         command = [sys.executable, "-c", script, *files]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+    # PyTorch's loader itself ends the process on some machines, for packages without attention and without this plugin.
+    if run(WITHOUT_ATTENTION).returncode < 0:
+        pytest.skip("PyTorch's AOTInductor cannot load its own packages on this machine")
+    for script in (PACKAGED, LOADED):
+        done = run(script)
         assert done.returncode == 0, (script, done.returncode, done.stderr[-2000:])
     package = (tmp_path / "attention.pt2").read_bytes()
     assert b"flashbackend::attention" not in package and b"flashbackend.attention" not in package
