@@ -25,7 +25,7 @@ NOTHING = (
     "No results file is committed yet. `make bench` on a GPU writes one, "
     "`benchmarks/report.py` fills this section from it."
 )
-KINDS = ("attention", "special", "overhead", "training", "decode", "varlen")
+KINDS = ("attention", "special", "overhead", "training", "generate", "encoder", "memory", "decode", "varlen")
 PASSES = ("forward", "backward")
 PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms")
 # What the groups of special.py are called in the table.
@@ -119,6 +119,8 @@ def _gpu_parts(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> l
         parts += [f"Not measured in this run: {', '.join(left_out)}."] if left_out else []
     if "training" in kinds:
         parts += _training(kinds["training"]["rows"])
+    if "generate" in kinds:
+        parts += _generate(kinds["generate"]["rows"])
     return parts
 
 
@@ -312,6 +314,36 @@ def _training(rows: list[dict[str, Any]]) -> list[str]:
                 f"{row['scores_bytes'] / 2**30:,.0f} GiB."
             )
     return lines if body else lines[2:]
+
+
+def _generate(rows: list[dict[str, Any]]) -> list[str]:
+    """Whole models generating text: time to the first token, and the rate of those that follow."""
+    body = []
+    for row in rows:
+        cells = [row["label"]]
+        for times in (row["prefill_ms"], row["decode_ms"]):
+            if "default" not in times or "plugin" not in times:
+                cells += ["-", "-", "-"]
+                continue
+            ratios = [f"{times[name] / times['plugin']:.2f}" if name in times else "-" for name in ("default", "math")]
+            rate = row["batch"] / times["plugin"] * 1e3
+            cells += [f"{times['plugin']:.1f} ms" if times is row["prefill_ms"] else f"{rate:,.0f} / s", *ratios]
+        same = row["beside_default"]
+        cells += [f"{same[name]['equal_tokens']:.2f}" if name in same else "-" for name in ("plugin", "math")]
+        body.append(cells)
+    head = ["generating", "prompt", "PyTorch / ours", "math / ours", "tokens", "PyTorch / ours", "math / ours"]
+    head += ["equal tokens, ours", "math path"]
+    unexplained = [row["label"] for row in rows if row["explained"] is False]
+    text = (
+        "transformers' `generate`, greedy, with a static cache, a model of Llama 7B's shape with random weights: time "
+        "of the prompt, rate of the tokens behind it, and the times of PyTorch's default and of its math path over ours. "
+        "Equal tokens: the share that agrees with PyTorch's default, of ours and of PyTorch's own math path; "
+    )
+    if unexplained:
+        text += f"logits differ by more than rounding explains in: {', '.join(unexplained)}."
+    else:
+        text += "tokens part where two logits are closer than what rounding does to them."
+    return [text, _table(head, body)]
 
 
 def _table(head: list[str], body: list[list[str]]) -> str:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import cases, decode, harness, make_policy, overhead, report, special, training, varlen  # noqa: E402
+from benchmarks import cases, decode, generate, harness, make_policy, overhead, report, special, training, varlen  # noqa: E402
 
 from common import (  # noqa: E402
     TOLERANCE_FACTOR,
@@ -424,6 +424,43 @@ def test_a_training_process_that_dies_ends_with_an_error(tmp_path, capsys, monke
     assert "ended with 1" in capsys.readouterr().out
     data = json.loads(path.read_text())
     assert not data["complete"] and data["not_measured"] == ["eager"]
+
+
+def test_generating_at_tiny_sizes(tmp_path):
+    pytest.importorskip("transformers", minversion="5.0")
+    path = tmp_path / "results" / "cpu_generate.json"
+    options = ["--device", "cpu", "--smoke", "--kv-heads", "2", "--only", "prompt 24", "--out", str(path)]
+    assert generate.main(options) == 0
+    data = json.loads(path.read_text())
+    assert data["complete"] and data["kind"] == "generate"
+    eager, compiled = data["rows"]
+    for row, mode in ((eager, "eager"), (compiled, "compiled")):
+        assert row["label"] == f"4/2 heads, B2 prompt 24 {mode}" and row["explained"] and row["refused"] == {}
+        assert set(row["prefill_ms"]) == set(row["decode_ms"]) == {"default", "plugin", "math"}
+        # Each of the four tokens of both texts has been compared.
+        assert row["beside_default"]["plugin"]["steps_together"] == 8
+    assert "| 4/2 heads, B2 prompt 24 compiled | " in report.section(path.parent)
+
+
+def test_generated_texts_that_part_are_compared_up_to_there():
+    logits = torch.zeros(3, 2, 8)  # three steps of two texts
+    logits[:, :, 1] = 1.0
+    first = generate.Outcome(torch.ones(2, 3, dtype=torch.long), tuple(logits), 0, {})
+    other = logits.clone()
+    other[1, 0, 1], other[1, 0, 5] = 0.9, 1.05  # the first text parts at its second step
+    other[2, 0] = 100.0  # and what it does later says nothing
+    second = generate.Outcome(torch.tensor([[1, 5, 7], [1, 1, 1]]), tuple(other), 0, {})
+    logits[1, 0, 5] = 0.96
+    found = generate.compare(first, second)
+    assert found["equal_tokens"] == pytest.approx(4 / 6, abs=1e-3) and found["sequences_that_part"] == 1
+    assert found["steps_together"] == 2 + 3
+    assert found["logit_difference"] == pytest.approx(0.1) and found["gap"] == pytest.approx(0.04, abs=1e-3)
+    for rounding, verdict in ((0.05, True), (0.04, False)):
+        beside = {"plugin": found, "math": {**found, "logit_difference": rounding}}
+        assert generate.explained(beside, torch.bfloat16) is verdict
+    assert generate.explained({"plugin": found}, torch.bfloat16) is None  # nothing says what rounding does
+    nan = generate.Outcome(second.tokens, tuple(torch.full_like(other, math.nan)), 0, {})
+    assert generate.compare(first, nan)["logit_difference"] > 1e8
 
 
 @pytest.mark.parametrize("group", ["dropout", "float32", "mask_sizes", "decode"])
