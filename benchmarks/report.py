@@ -121,6 +121,8 @@ def _gpu_parts(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> l
         parts += _training(kinds["training"]["rows"])
     if "generate" in kinds:
         parts += _generate(kinds["generate"]["rows"])
+    if "encoder" in kinds:
+        parts += _encoder(kinds["encoder"]["rows"])
     return parts
 
 
@@ -344,6 +346,24 @@ def _generate(rows: list[dict[str, Any]]) -> list[str]:
     else:
         text += "tokens part where two logits are closer than what rounding does to them."
     return [text, _table(head, body)]
+
+
+def _encoder(rows: list[dict[str, Any]]) -> list[str]:
+    """Padded batches through a sentence encoder, float16."""
+    body = []
+    for row in rows:
+        rates, gpu = row["sentences_per_second"], row["gpu_ms"]
+        cells = [row["label"], f"{row['tokens'] / row['batch'] / row['padded_length']:.2f}"]
+        cells += [f"{rates[name]:,.0f}" for name in ("default", "plugin")]
+        cells += [f"{rates['plugin'] / rates['default']:.2f}", f"{gpu['default'] / gpu['plugin']:.2f}"]
+        body.append([*cells, f"{row['cosine_to_default']['plugin']:.6f}"])
+    head = ["encoding, float16", "tokens / padded", "sentences / s, PyTorch", "with the plugin", "ratio", "GPU alone"]
+    weights = ", ".join(dict.fromkeys(row["weights"] for row in rows))
+    text = (
+        f"A padded batch through a BERT encoder (weights: {weights}), with and without the plugin; the worst cosine of "
+        "a sentence's two embeddings."
+    )
+    return [text, _table([*head, "worst cosine"], body)]
 
 
 def _table(head: list[str], body: list[list[str]]) -> str:

