@@ -119,6 +119,8 @@ def _gpu_parts(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> l
         parts += [f"Not measured in this run: {', '.join(left_out)}."] if left_out else []
     if "training" in kinds:
         parts += _training(kinds["training"]["rows"])
+    if "memory" in kinds:
+        parts += _memory_by_length(kinds["memory"]["rows"])
     if "generate" in kinds:
         parts += _generate(kinds["generate"]["rows"])
     if "encoder" in kinds:
@@ -291,13 +293,12 @@ def _overhead(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _training(rows: list[dict[str, Any]]) -> list[str]:
-    """Steps of whole models, and the memory of attention alone over a sequence too long for a matrix of scores."""
+    """Steps of whole models."""
     body = []
     for row in rows:
-        if "tokens_per_second" in row:
-            speed, peak = row["tokens_per_second"], row["peak_memory_bytes"]
-            cells = [f"{speed['stock']:,.0f}", f"{speed['plugin']:,.0f}", f"{speed['plugin'] / speed['stock']:.2f}"]
-            body.append([row["label"], *cells, *(f"{peak[name] / 2**30:.1f}" for name in ("stock", "plugin"))])
+        speed, peak = row["tokens_per_second"], row["peak_memory_bytes"]
+        cells = [f"{speed['stock']:,.0f}", f"{speed['plugin']:,.0f}", f"{speed['plugin'] / speed['stock']:.2f}"]
+        body.append([row["label"], *cells, *(f"{peak[name] / 2**30:.1f}" for name in ("stock", "plugin"))])
     head = [
         "training",
         "tokens per second, PyTorch",
@@ -306,16 +307,27 @@ def _training(rows: list[dict[str, Any]]) -> list[str]:
         "peak GiB, PyTorch",
         "with the plugin",
     ]
-    lines = ["The same training with and without the plugin, weights random, losses compared.", _table(head, body)]
+    return ["The same training with and without the plugin, weights random, losses compared.", _table(head, body)]
+
+
+def _memory_by_length(rows: list[dict[str, Any]]) -> list[str]:
+    """Peak memory of attention by sequence length: that of the math path, too, measured or (in brackets) computed."""
+    body = []
     for row in rows:
-        if "scores_bytes" in row:
-            peak = {name: f"{value / 2**30:.1f} GiB" for name, value in row["peak_memory_bytes"].items()}
-            lines.append(
-                f"Peak memory beside the inputs, {row['label']}: {peak['plugin']} with the plugin, {peak['stock']} "
-                "with PyTorch's default; one matrix of scores, as the math path keeps, is "
-                f"{row['scores_bytes'] / 2**30:,.0f} GiB."
+        peaks = row["peak_memory_bytes"]
+        cells = [row["label"], *(f"{peaks[name] / 2**30:.2f}" for name in ("plugin", "default"))]
+        if "math" in peaks:
+            cells.append(f"{peaks['math'] / 2**30:,.1f}")
+        else:
+            cells.append(
+                f"({row['computed_bytes']['math'] / 2**30:,.0f})" if row["computed_bytes"].get("math") else "-"
             )
-    return lines if body else lines[2:]
+        body.append(cells)
+    text = (
+        "Peak memory of one causal attention, forward and backward, beside its inputs, GiB (batch 1, 32/8 heads, "
+        "D = 128, bfloat16). In brackets: computed from the largest length measured, growing with its square."
+    )
+    return [text, _table(["length", "ours", "PyTorch", "PyTorch's math path"], body)]
 
 
 def _generate(rows: list[dict[str, Any]]) -> list[str]:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import (
+from benchmarks import (  # noqa: E402
     cases,
     decode,
     encoder,
@@ -26,6 +26,7 @@ from benchmarks import (
     generate,
     harness,
     make_policy,
+    memory,
     overhead,
     report,
     special,
@@ -368,12 +369,13 @@ def grid_results(folder: Path) -> None:
         "tokens_per_second": {"stock": 20_000.0, "plugin": 25_000.0},
         "peak_memory_bytes": {"stock": 41 * 2**30, "plugin": 40 * 2**30},
     }
-    memory = {
-        "label": "S = 131,072",
-        "peak_memory_bytes": {"stock": 8 * 2**30, "plugin": 6 * 2**30},
-        "scores_bytes": 2**40,
-    }
-    results_file(folder / "nvidia_h200_training.json", "training", [training, memory])
+    results_file(folder / "nvidia_h200_training.json", "training", [training])
+    rows = [
+        {"label": "S = 8,192", "peak_memory_bytes": {"default": 2**30, "plugin": 2**29, "math": 2**35}},
+        {"label": "S = 131,072", "peak_memory_bytes": {"default": 2**34, "plugin": 2**33},
+         "computed_bytes": {"math": 2**43}},
+    ]  # fmt: skip
+    results_file(folder / "nvidia_h200_memory.json", "memory", rows)
     row = {"label": "dense: backward", "cpu_us": states, "our_kernels_ran": {"sdpa_backend('triton')": True}}
     results_file(folder / "nvidia_h200_overhead.json", "overhead", [row])
 
@@ -393,7 +395,7 @@ def test_report_fills_the_readme_and_check_sees_stale_text(tmp_path, capsys):
     assert "1.20 times PyTorch's default (worst 1.20), 0.97 times the best peer" in text
     assert "22.0*" in text and "forward 0.90 times PyTorch's" in text
     assert "| Llama, eager | 20,000 | 25,000 | 1.25 | 41.0 | 40.0 |" in text
-    assert "S = 131,072: 6.0 GiB with the plugin, 8.0 GiB with PyTorch's default" in text and "is 1,024 GiB" in text
+    assert "| S = 8,192 | 0.50 | 1.00 | 32.0 |" in text and "| S = 131,072 | 8.00 | 16.00 | (8,192) |" in text
 
 
 def test_results_of_some_cases_do_not_take_the_place_of_all():
@@ -412,12 +414,11 @@ def test_training_with_and_without_the_plugin_at_tiny_sizes(tmp_path):
     assert training.main(["--device", "cpu", "--smoke", "--rounds", "2", "--steps", "1", "--out", str(path)]) == 0
     data = json.loads(path.read_text())
     assert data["complete"] and data["kind"] == "training" and "worker" not in data["arguments"]
-    eager, attention, compiled = data["rows"]
+    eager, compiled = data["rows"]
     for row, mode in ((eager, "eager"), (compiled, "compile")):
         assert row["mode"] == mode and row["losses_agree"] and row["kernels"] == {}
         assert row["worst_loss_difference"] < 1e-3 and row["worst_norm_difference"] < 1e-3
         assert set(row["tokens_per_second"]) == {"stock", "plugin"} and len(row["turns"]["plugin"]) == 2
-    assert attention["scores_bytes"] == 4 * 48 * 48 * 4
     assert report.section(path.parent).count("| Llama, 2 layers, width 64, 4/2 heads, S = 32, ") == 2
 
 
@@ -522,6 +523,33 @@ def test_weights_of_a_wheel_arrive_as_they_were(tmp_path):
     assert set(weights) == {"a.weight", "a.bias"} and config == {"hidden_size": 5} and tokenizer == '{"é": 1}'
     assert all(torch.equal(weights[name], tensors[name].half()) for name in weights)
     assert encoder_weights.load(tmp_path / "none.npz") is None
+
+
+def test_memory_by_length_at_tiny_sizes(tmp_path):
+    path = tmp_path / "cpu_memory.json"
+    assert memory.main(["--device", "cpu", "--smoke", "--out", str(path)]) == 0
+    data = json.loads(path.read_text())
+    assert data["complete"] and [row["seqlen"] for row in data["rows"]] == [32, 64, 128]
+    assert all(set(row["seconds"]) == {"default", "plugin", "math"} for row in data["rows"])
+
+
+def test_growth_of_memory_and_what_the_math_path_would_take():
+    assert memory.computed({}, 100) is None and memory.computed({10: 300, 20: 1000}, 80) == 16_000
+    before = {"seqlen": 64, "peak_memory_bytes": {"plugin": 100, "default": 0, "math": 10}}
+    after = {"seqlen": 256, "peak_memory_bytes": {"plugin": 400, "default": 7, "math": 160}}
+    assert memory.growth(None, after) == {} and memory.growth(before, after) == {"plugin": 1.0, "math": 2.0}
+
+
+def test_memory_beyond_pytorchs_ends_with_an_error(tmp_path, monkeypatch):
+    def grown(length, meter, math_path):
+        peaks = {"default": length, "plugin": length if length < 128 else 2 * length}
+        return {"label": str(length), "seqlen": length, "peak_memory_bytes": peaks, "computed_bytes": {}, "seconds": {},
+                "kernels": {}, "refused": {}}  # fmt: skip
+
+    monkeypatch.setattr(memory, "measure", grown)
+    path = tmp_path / "memory.json"
+    assert memory.main(["--device", "cpu", "--smoke", "--out", str(path)]) == 1
+    assert json.loads(path.read_text())["rows"][2]["growth"] == {"default": 1.0, "plugin": 2.0}
 
 
 @pytest.mark.parametrize("group", ["dropout", "float32", "mask_sizes", "decode"])
