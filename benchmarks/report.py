@@ -327,7 +327,7 @@ def _memory_by_length(rows: list[dict[str, Any]]) -> list[str]:
         "Peak memory of one causal attention, forward and backward, beside its inputs, GiB (batch 1, 32/8 heads, "
         "D = 128, bfloat16). In brackets: computed from the largest length measured, growing with its square."
     )
-    return [text, _table(["length", "ours", "PyTorch", "PyTorch's math path"], body)]
+    return [text, _table(["length", "with the plugin", "PyTorch", "PyTorch's math path"], body)]
 
 
 def _generate(rows: list[dict[str, Any]]) -> list[str]:
