@@ -237,6 +237,21 @@ def test_driver_that_refuses_is_a_kernel_unavailable(cuda):
     assert "cuLaunchKernelEx" not in cuda.calls
 
 
+def test_a_machine_without_a_driver_is_a_kernel_unavailable(cuda, monkeypatch):
+    """PyTorch's CUDA builds are installed on such machines, too. It is looked for once per plan."""
+    looked = []
+
+    def absent():
+        looked.append(1)
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(driver, "_library", absent)
+    for _ in range(2):
+        with pytest.raises(KernelUnavailable, match="libcuda"):
+            call()
+    assert len(looked) == 1
+
+
 def test_threads_use_launch_arguments_of_their_own(cuda):
     """While one thread is inside the driver, another launches the same plan with other pointers."""
     call()

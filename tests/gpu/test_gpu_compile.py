@@ -75,17 +75,20 @@ def test_dynamic_lengths_compile_once(plugin, launched, note, device, take_every
 
 
 @pytest.mark.cuda_only
-def test_reduce_overhead(plugin, launched, note, take_everything):
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_with_cuda_graphs(plugin, launched, note, take_everything, mode):
+    """Training: forward and backward are replayed from graphs, each of whose steps must see its own inputs."""
+
     def attention(q, k, v, m):
         return F.scaled_dot_product_attention(q * 1.0, k, v, is_causal=True)
 
-    function = torch.compile(attention, fullgraph=True, mode="reduce-overhead")
+    function = torch.compile(attention, fullgraph=True, mode=mode)
     for step in range(5):
         call = simple_call(2, 4, 256, head_dim=64, is_causal=True, seed=10 * step)
         grad_out = gradient_for(call)
         torch.compiler.cudagraph_mark_step_begin()
         results = compiled_results(function, call, grad_out)
-        note(check(results, expect(call, grad_out), None, f"reduce-overhead, step {step}"))
+        note(check(results, expect(call, grad_out), None, f"{mode}, step {step}"))
 
 
 def test_switching_the_plugin_recompiles(plugin, launched, device, take_everything):
