@@ -17,6 +17,9 @@ MASK_NONE = tl.constexpr(0)
 MASK_BOOL = tl.constexpr(1)
 MASK_FLOAT = tl.constexpr(2)
 
+# Rows and columns of the table of dropout's random keys are padded to this, so that no tile needs bounds in it.
+DROPOUT_PITCH = tl.constexpr(256)
+
 
 @triton.jit
 def part_of_list(part, skipped, length, SUM_BLOCKS: tl.constexpr):
@@ -170,32 +173,35 @@ def load_mask(mask, batch, head, first_query, first_key, query_index, key_index,
 
 
 @triton.jit
-def _random_key(seed, index, head, stream):
-    """One 32-bit number for each index of a head, by Philox 4x32-10 (Salmon et al., 2011)."""
-    zero = index * 0
-    first, _, _, _ = tl.philox(seed, index, zero + head, zero + stream, zero)
-    return first
+def dropout_tables(keys, head, seqlen_q, seqlen_k):
+    """Where the random keys of a head's rows begin, and those of its columns (``dropout.py``)."""
+    rows = tl.cdiv(seqlen_q, DROPOUT_PITCH) * DROPOUT_PITCH
+    columns = tl.cdiv(seqlen_k, DROPOUT_PITCH) * DROPOUT_PITCH
+    row_keys = keys + head.to(tl.int64) * (rows + columns)
+    return row_keys, row_keys + rows
 
 
 @triton.jit
-def dropout_row_key(seed, query_index, head):
+def dropout_row_key(row_keys, query_index):
     """The query's half of the dropout generator, see dropout_keep."""
-    return _random_key(seed, query_index, head, 0)
+    return tl.load(row_keys + (query_index & ~8)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def dropout_column_key(seed, key_index, head):
+def dropout_column_key(column_keys, key_index):
     """The key's half of the dropout generator, see dropout_keep."""
-    return _random_key(seed, key_index, head, 1)
+    return tl.load(column_keys + key_index).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def dropout_keep(row_key, column_key, threshold):
-    """Which probabilities stay: True with probability 1 - threshold / 2**32.
+def dropout_keep(row_key, column_key, query_index, threshold):
+    """Which probabilities stay: True with probability 1 - threshold / 2**32, a multiple of 2**-16.
 
     A counter-based generator that needs no state and no order: Philox gives each row and each column of a head a random
-    key, and MurmurHash3's 32-bit finaliser (Appleby, 2011) mixes the two for each element, which costs seven integer
-    instructions where Philox for each element costs sixty. ``reference.dropout_keep`` computes the same bits.
+    key (``dropout.py`` writes them to memory once, since a tile's threads would each compute most of them), and
+    MurmurHash3's 32-bit finaliser (Appleby, 2011) mixes the two. The queries q and q + 8, for even q // 8, have one key
+    and take half of the bits each: on tensor cores they lie in one thread, in both orientations, which computes the
+    bits once. ``reference.dropout_keep`` computes the same.
     """
     bits = row_key ^ column_key
     bits = bits ^ (bits >> 16)
@@ -203,4 +209,5 @@ def dropout_keep(row_key, column_key, threshold):
     bits = bits ^ (bits >> 13)
     bits = bits * 0xC2B2AE35
     bits = bits ^ (bits >> 16)
-    return bits >= threshold
+    # The half that decides comes first: what stands behind it does not reach the threshold's last bit.
+    return (bits << (16 - ((query_index & 8) << 1)).to(tl.uint32)) >= threshold
