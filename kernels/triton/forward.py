@@ -27,9 +27,9 @@ from .common import (
     MASK_NONE,
     as_operand,
     count_parts_of_keys,
-    dropout_column_key,
+    dropout_column_keys,
     dropout_keep,
-    dropout_row_key,
+    dropout_row_keys,
     dropout_tables,
     load_mask,
     load_tile,
@@ -41,7 +41,7 @@ from .common import (
 
 @triton.jit
 def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries, first_query, query_rows, key, value,
-                mask, mask_batch, mask_head, batch, kv_head, row_key, column_keys, stride_kn, stride_kd, stride_vn,
+                mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, stride_kn, stride_kd, stride_vn,
                 stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr,
@@ -103,8 +103,8 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries,
         row_sum = row_sum * rescale + tl.sum(probabilities, 1)
         accumulator = accumulator * rescale[:, None]
         if DROPOUT:
-            column_key = dropout_column_key(column_keys, key_index)
-            keep = dropout_keep(row_key[:, None], column_key[None, :], query_index[:, None], dropout_threshold)
+            column_keys = dropout_column_keys(column_table, start, BLOCK_N)
+            keep = dropout_keep(row_keys, column_keys, first_query, dropout_threshold, BLOCK_M, BLOCK_N, False)
             probabilities = tl.where(keep, probabilities, 0.0)
         value_tile = stream_tile(value, batch, kv_head, start, keys, stride_vn, stride_vd, seqlen_k, BLOCK_N, BLOCK_DV,
                                  HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)
@@ -162,11 +162,11 @@ def attention_forward(
 
     first_query = tile * BLOCK_M
     rows = tl.arange(0, BLOCK_M)
-    row_key = 0
-    column_keys = 0
+    row_keys = 0
+    column_table = 0
     if DROPOUT:
-        row_keys, column_keys = dropout_tables(dropout_keys, head_index, seqlen_q, seqlen_k)
-        row_key = dropout_row_key(row_keys, first_query + rows)
+        row_table, column_table = dropout_tables(dropout_keys, head_index, seqlen_q, seqlen_k)
+        row_keys = dropout_row_keys(row_table, first_query, BLOCK_M)
     query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE,
                            True)
     if QUERY_FACTOR != 1:
@@ -200,15 +200,15 @@ def attention_forward(
                 part, num_parts, full_end, partial_begin, partial_end, BLOCK_N, LISTED, SUM_ROWS)
         accumulator, row_max, row_sum = _visit_keys(
             accumulator, row_max, row_sum, query_tile, full_first, full_last, full_entries, first_query, rows, key,
-            value, mask, mask_batch, mask_head, batch, kv_head, row_key, column_keys, stride_kn, stride_kd, stride_vn,
+            value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, stride_kn, stride_kd, stride_vn,
             stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, HEAD_DIM,
             HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL,
             MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         if partial_first < partial_last:
             accumulator, row_max, row_sum = _visit_keys(
                 accumulator, row_max, row_sum, query_tile, partial_first, partial_last, partial_entries, first_query,
-                rows, key, value, mask, mask_batch, mask_head, batch, kv_head, row_key, column_keys, stride_kn, stride_kd,
-                stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
+                rows, key, value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, stride_kn,
+                stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK,
                 NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA,
                 PRECISION)
