@@ -448,15 +448,16 @@ def attention_backward_key_value(
                     grad_key_part, grad_value_part, key_tile, value_tile, full_begin, full_end, lists + 2, 0, 0,
                     first_key, key_index, column_keys, head_query, head_mask, mask_batch, mask_head, batch, head,
                     row_table, head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm,
-                    stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM,
-                    HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, False, MASK_NONE,
-                    NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+                    stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, False,
+                    MASK_NONE, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1, HAS_LOW, DROPOUT, UNIT_STRIDE,
+                    TMA, PRECISION)
         grad_key_part, grad_value_part = _visit_queries(
             grad_key_part, grad_value_part, key_tile, value_tile, begin, end, entries, full_end, jump, first_key,
             key_index, column_keys, head_query, head_mask, mask_batch, mask_head, batch, head, row_table,
-            head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk,
-            seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-            BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK_NONE if MASK_AT_END else MASK, NATURAL,
+            head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq,
+            stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+            BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK_NONE if MASK_AT_END else MASK, NATURAL,
             MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, LIST_STEP, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         if SUM_ROWS:
             grad_key_part += grad_key_tile
