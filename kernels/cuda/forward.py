@@ -70,6 +70,7 @@ class Specialisation(NamedTuple):
     is_bf16: bool
     write_lse: bool
     tile: Tile
+    is_masked: bool = False
 
     @property
     def defines(self) -> dict[str, int]:
@@ -84,6 +85,7 @@ class Specialisation(NamedTuple):
             "Q_STAGES": tile.q_stages,
             "PING_PONG": int(tile.ping_pong),
             "IS_CAUSAL": int(self.is_causal),
+            "MASKED": int(self.is_masked),
             "IS_BF16": int(self.is_bf16),
             "WRITE_LSE": int(self.write_lse),
         }
