@@ -48,6 +48,7 @@ static_assert(!IS_CAUSAL || ceil_div(BLOCK_M - 64, BLOCK_N) < STAGES);
 // So the diagonal of a warpgroup's 64 rows lies within one key tile.
 static_assert(!IS_CAUSAL || BLOCK_N % 64 == 0);
 static_assert(!(IS_CAUSAL && MASKED));
+static_assert(!MASKED || BLOCK_N == 64 || BLOCK_N == 128);
 // Query tiles differ in length, so that a counter hands them out.
 constexpr bool COUNTED = IS_CAUSAL || MASKED;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;

@@ -1,6 +1,7 @@
 """The host side of the Hopper forward kernel, ``forward.cu``: what to compile for a call, and how to launch it.
 
-May import torch, ``nvrtc.py``, ``driver.py`` and this folder. Imported by ``torch_flashbackend.ops`` and the warm-up.
+May import torch, ``nvrtc.py``, ``driver.py``, this folder and, for masks, ``kernels/triton/mask_plan.py``, whose
+kernels list the tiles to visit. Imported by ``torch_flashbackend.ops`` and the warm-up.
 
 Three steps, each of which is done once and kept: a ``Specialisation`` (what the compiler must know), a ``Plan`` (all
 that a call on tensors of these shapes and strides needs but its pointers), and the launch, which patches pointers in.
@@ -38,6 +39,24 @@ _L2_BYTES = 32 << 20
 _MAX_TILES = 2**31 - 1
 
 
+class MaskParams(ctypes.Structure):
+    """Repeated by ``struct MaskParams`` in ``mask.cuh``. Strides in elements, 0 where the mask is broadcast."""
+
+    _fields_ = [
+        ("mask", ctypes.c_void_p),  # bool
+        ("lists", ctypes.c_void_p),  # int64, as ``list_key_tiles`` leaves them
+        ("stride_batch", ctypes.c_int64),
+        ("stride_head", ctypes.c_int64),
+        ("stride_row", ctypes.c_int64),
+        ("stride_key", ctypes.c_int64),
+        ("list_stride_batch", ctypes.c_int64),
+        ("list_stride_head", ctypes.c_int64),
+        ("list_stride_tile", ctypes.c_int64),
+        ("list_length", ctypes.c_int32),  # key tiles of the sequence
+        ("vectors", ctypes.c_int32),  # may 16 keys of a row be loaded at once?
+    ]
+
+
 class ForwardParams(ctypes.Structure):
     """The kernel's last parameter, by value: THE layout, which ``struct ForwardParams`` in ``forward.cu`` repeats."""
 
@@ -58,11 +77,15 @@ class ForwardParams(ctypes.Structure):
         ("q_tiles", ctypes.c_int32),  # query tiles of a head
         ("heads_per_group", ctypes.c_int32),  # query heads, counted over the batch, whose keys and values share L2
         ("softmax_scale_log2", ctypes.c_float),
+        ("mask", MaskParams),  # zeros without a mask
     ]
 
 
 class Specialisation(NamedTuple):
-    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256."""
+    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
+
+    is_masked: there is a bool mask, whose lists have been made for blocks of this tile.
+    """
 
     head_dim: int
     head_dim_v: int
@@ -137,6 +160,15 @@ def specialise(
     return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, write_lse, tile)
 
 
+def specialise_masked(
+    head_dim: int, head_dim_v: int, dtype: torch.dtype, per_key: bool, write_lse: bool
+) -> Specialisation:
+    """The same of a call with a bool mask; per_key: one that all queries share."""
+    padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
+    tile = tiles.choose_masked(padded, padded_v, per_key)
+    return Specialisation(padded, padded_v, False, dtype == torch.bfloat16, write_lse, tile, is_masked=True)
+
+
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
@@ -153,7 +185,7 @@ def _device(device_index: int) -> tuple[tuple[int, int], int]:
     return (properties.major, properties.minor), properties.multi_processor_count
 
 
-def _refusal(query, key, value, softmax_scale: float) -> str:
+def _refusal(query, key, value, mask, is_causal: bool, softmax_scale: float) -> str:
     """Why the kernel cannot run this call, whatever routing has said: a compiled graph may get other tensors."""
     head_dim, head_dim_v = query.size(3), value.size(3)
     if _device(query.device.index)[0] != (9, 0) or torch.version.hip is not None:
@@ -166,6 +198,8 @@ def _refusal(query, key, value, softmax_scale: float) -> str:
         return f"the Hopper kernels add up {MAX_SEQLEN_K} keys at most, not {key.size(2)}"
     if not 0.0 < softmax_scale < math.inf:
         return f"the Hopper kernels need a positive scale, not {softmax_scale}"
+    if mask is not None and (mask.dtype != torch.bool or is_causal):
+        return "the Hopper kernels take bool masks alone, without is_causal"
     if not walkable(query, key, value):
         return "the copy engine cannot walk tensors with such strides"
     return ""
@@ -190,14 +224,19 @@ class _Frame:
 class Plan:
     """The forward of all calls with these shapes, strides, dtype and scale on one device; only pointers are free.
 
+    mask [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1]: bool, its address known up to multiples of 16.
+
     Raises KernelUnavailable when it is made, before anything is launched; torch.OutOfMemoryError where the GPU has no
     room for the kernel's code.
     """
 
-    __slots__ = ("_config", "_device_index", "_frames", "_function", "_maps", "_params", "specialisation")
+    __slots__ = (
+        "_config", "_counted", "_device_index", "_frames", "_function", "_maps", "_mask_tiles", "_params",
+        "specialisation",
+    )  # fmt: skip
 
-    def __init__(self, query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float) -> None:
-        refusal = _refusal(query, key, value, softmax_scale)
+    def __init__(self, query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None):
+        refusal = _refusal(query, key, value, mask, is_causal, softmax_scale)
         if refusal:
             raise KernelUnavailable(refusal)
         batch, heads, seqlen_q, head_dim = query.shape
@@ -208,10 +247,22 @@ class Plan:
             key, value = key[:, :1], value[:, :1]
         kv_heads = key.size(1)
         _, num_sms = _device(index)
-        spec = self.specialisation = specialise(
-            head_dim, head_dim_v, query.dtype, is_causal, write_lse,
-            seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=batch * heads, num_sms=num_sms,
-        )  # fmt: skip
+        if mask is None:
+            spec = specialise(
+                head_dim, head_dim_v, query.dtype, is_causal, write_lse,
+                seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=batch * heads, num_sms=num_sms,
+            )  # fmt: skip
+            self._mask_tiles, mask_params = None, MaskParams()
+        else:
+            mask_plan = _mask_plan()
+            strides = mask_plan.broadcast_strides(mask, (batch, heads, seqlen_q, seqlen_k))
+            divisor = mask_plan.common_divisor(mask, strides)
+            spec = specialise_masked(head_dim, head_dim_v, query.dtype, strides[2] == 0, write_lse)
+            masked = mask_plan.MaskedCall(mask.device, seqlen_q, seqlen_k, strides, divisor)
+            self._mask_tiles = mask_plan.MaskTiles(masked, mask, spec.tile)
+            mask_params = _mask_params(masked, self._mask_tiles, spec.tile)
+        self.specialisation = spec
+        self._counted = is_causal or mask is not None
         tile = spec.tile
         q_tiles = math.ceil(seqlen_q / tile.block_m)
         num_tiles = q_tiles * batch * heads
@@ -241,18 +292,19 @@ class Plan:
             q_tiles=q_tiles,
             heads_per_group=_heads_per_group(batch * heads, heads // kv_heads, seqlen_k, head_dim + head_dim_v),
             softmax_scale_log2=softmax_scale * _LOG2E,
+            mask=mask_params,
         )
         self._config = driver.LaunchConfig(
             (min(num_sms, num_tiles), 1, 1), (tile.num_threads, 1, 1), spec.shared_bytes, None, None, 0
         )
         self._frames: list[_Frame] = []
 
-    def __call__(self, query, key, value, out, logsumexp) -> None:
+    def __call__(self, query, key, value, out, logsumexp, mask=None) -> None:
         """Launch on the current stream of the tensors' device."""
         index = self._device_index
         if driver.current_device() != index:
             with torch.cuda.device(index):
-                return self(query, key, value, out, logsumexp)
+                return self(query, key, value, out, logsumexp, mask)
         maps_query, maps_key, maps_value, maps_out = self._maps
         out_pointer = out.data_ptr()
         # These four stay referenced until the driver has copied them.
@@ -260,6 +312,8 @@ class Plan:
         key_map = maps_key.get(key.data_ptr())
         value_map = maps_value.get(value.data_ptr())
         out_map = maps_out.get(out_pointer)
+        # Before a frame is taken: what this launches may fail. The lists stay referenced until the launch.
+        lists = None if mask is None else self._mask_tiles.make(mask)
         try:
             frame = self._frames.pop()
         except IndexError:
@@ -269,8 +323,11 @@ class Plan:
         params.out = out_pointer
         params.logsumexp = None if logsumexp is None else logsumexp.data_ptr()
         stream = driver.current_stream(index)
-        if self.specialisation.is_causal:
+        if self._counted:
             params.counters = driver.counters(index, stream)
+        if lists is not None:
+            params.mask.mask = mask.data_ptr()
+            params.mask.lists = lists.data_ptr() + 8 * self._mask_tiles.strides(of_queries=False)[3]
         launch_counts[ENTRY] += 1
         try:
             driver.launch(frame.config, self._function, frame.arguments, index, stream)
@@ -292,6 +349,32 @@ def _heads_per_group(batch_heads: int, queries_per_kv: int, seqlen_k: int, colum
         return batch_heads
     in_cache = _L2_BYTES // (seqlen_k * columns * 2) * queries_per_kv
     return min(max(in_cache, 16), batch_heads)
+
+
+def _mask_plan():
+    """The module that plans a mask's lists, imported when the first mask needs them. Raises KernelUnavailable."""
+    try:
+        from ..triton import mask_plan
+    except ImportError as error:
+        raise KernelUnavailable(f"Triton, which lists the tiles of a mask, is not installed: {error}") from error
+    return mask_plan
+
+
+def _mask_params(call, lists, tile: Tile) -> MaskParams:
+    """The parameters of a call's mask but for the addresses; lists: its MaskTiles."""
+    batch, head, row, key = call.mask_strides
+    list_batch, list_head, list_tile, _ = lists.strides(of_queries=False)
+    return MaskParams(
+        stride_batch=batch,
+        stride_head=head,
+        stride_row=row,
+        stride_key=key,
+        list_stride_batch=list_batch,
+        list_stride_head=list_head,
+        list_stride_tile=list_tile,
+        list_length=math.ceil(call.seqlen_k / tile.block_n),
+        vectors=call.mask_divisor == 16 and key == 1 and call.seqlen_k % 16 == 0,
+    )
 
 
 def aligned(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -322,16 +405,18 @@ _MAX_PLANS = 4096
 _plans: dict[tuple, Plan | KernelUnavailable] = {}
 
 
-def plan(query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float) -> Plan:
+def plan(query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None) -> Plan:
     """The plan of a call, kept for the next one like it. Raises what making it raises."""
     key_of_plan = (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), out.stride(), query.dtype,
         write_lse, is_causal, softmax_scale, query.get_device(),
     )  # fmt: skip
+    if mask is not None:
+        key_of_plan += mask.shape, mask.stride(), mask.dtype, mask.data_ptr() & 15
     found = _plans.get(key_of_plan)
     if found is None:
         try:
-            found = Plan(query, key, value, out, write_lse, is_causal, softmax_scale)
+            found = Plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask)
         except KernelUnavailable as error:
             found = error
         if len(_plans) >= _MAX_PLANS:
@@ -342,14 +427,17 @@ def plan(query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale
     return found
 
 
-def forward(query, key, value, is_causal, softmax_scale, out, logsumexp) -> None:
+def forward(query, key, value, is_causal, softmax_scale, out, logsumexp, mask=None) -> None:
     """Fill out [B, H, seqlen_q, Dv] (last dimension dense, other strides multiples of 8) and logsumexp unless None.
 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], ``aligned`` and ``walkable``;
     float16 or bfloat16, all sizes positive, D and Dv multiples of 8 up to 256, softmax_scale finite and positive.
-    logsumexp float32 [B, H, seqlen_q], contiguous, natural logarithm. Raises KernelUnavailable before any launch.
+    logsumexp float32 [B, H, seqlen_q], contiguous, natural logarithm, -inf for a row that sees no key. mask bool
+    [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1] with any strides, not together with is_causal. Raises
+    KernelUnavailable before anything of out or logsumexp is written.
     """
-    plan(query, key, value, out, logsumexp is not None, is_causal, softmax_scale)(query, key, value, out, logsumexp)
+    found = plan(query, key, value, out, logsumexp is not None, is_causal, softmax_scale, mask)
+    found(query, key, value, out, logsumexp, mask)
 
 
 if hasattr(os, "register_at_fork"):

@@ -38,11 +38,10 @@ struct KeyList {
   }
 };
 
-// What this thread's two rows see of a tile of N keys: a bit for each of its scores, bit 8 (2 (g % 2) + e) + g / 2 of
+// What this thread's two rows see of a tile of N keys, 64 or 128: a bit for each of its scores, bit 8 (2 (g % 2) + e) + g / 2 of
 // bits[half] for column 8 g + 2 (lane % 4) + e of row `half`.
 template <int N>
 struct Seen {
-  static_assert(N == 64 || N == 128);
   uint32_t bits[2];
 
   // `mask` is that of the batch and head; `row` the first of the two, 8 apart. By whole warps.
