@@ -361,13 +361,13 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   uint32_t probabilities[BLOCK_N / 4];
   Softmax softmax;
   softmax.reset();
-  uint32_t query;           // descriptor of this warpgroup's rows
-  int j;                    // the current key tile; with a mask, how many full ones are left to visit
-  int mixed_left;           // how many mixed ones are left, with a mask
-  bool first_mixed;         // does the query tile begin with a mixed one?
-  const uint8_t* mask_rows; // the mask of the tile's batch and head
-  int tile_row;             // first row of the tile
-  bool accumulate = false;  // true once `out` holds a product of this query tile
+  uint32_t query;            // descriptor of this warpgroup's rows
+  int j;                     // the current key tile; with a mask, how many full ones are left to visit
+  int mixed_left;            // how many mixed ones are left, with a mask
+  bool first_mixed;          // does the query tile begin with a mixed one?
+  const uint8_t* mask_rows;  // the mask of the tile's batch and head
+  int tile_row;              // first row of the tile
+  bool accumulate = false;   // true once `out` holds a product of this query tile
 
   // Reads the next query tile, and passes over key tiles that none of the warpgroup's rows sees.
   const auto begin_tile = [&] {

@@ -1,4 +1,5 @@
-// A bool mask [batch, head, query, key], one byte an element, and the lists that say which key tiles it leaves to visit.
+// A bool mask [batch, head, query, key], one byte an element, and the lists that say which key tiles it leaves to
+// visit.
 //
 // Of the key tiles of a query tile those that no row sees are in no list, those that every row sees whole come first,
 // and those of which some rows see some keys, "mixed", come last. kernels/triton/mask_tiles.py makes the lists:
@@ -38,8 +39,8 @@ struct KeyList {
   }
 };
 
-// What this thread's two rows see of a tile of N keys, 64 or 128: a bit for each of its scores, bit 8 (2 (g % 2) + e) + g / 2 of
-// bits[half] for column 8 g + 2 (lane % 4) + e of row `half`.
+// What this thread's two rows see of a tile of N keys, 64 or 128: a bit for each of its scores, bit 8 (2 (g % 2) + e) +
+// g / 2 of bits[half] for column 8 g + 2 (lane % 4) + e of row `half`.
 template <int N>
 struct Seen {
   uint32_t bits[2];
