@@ -14,7 +14,7 @@ from test_nvrtc import FakeDriver, install_fake_driver
 from torch_flashbackend import driver, nvrtc, routing
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import forward, tiles
-from torch_flashbackend.kernels.triton import attention
+from torch_flashbackend.kernels.triton import attention, mask_plan
 
 NUM_SMS = 10
 
@@ -74,14 +74,14 @@ def cuda(monkeypatch, tmp_path):
 
 
 def call(batch=2, heads=4, kv_heads=2, seqlen_q=300, seqlen_k=500, head_dim=72, head_dim_v=None, dtype=torch.bfloat16,
-         address=1 << 20, lse=True, is_causal=True, scale=0.25):  # fmt: skip
+         address=1 << 20, lse=True, is_causal=True, scale=0.25, mask=None):  # fmt: skip
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     make = lambda *shape: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
     shapes = [(batch, heads, seqlen_q, head_dim), (batch, kv_heads, seqlen_k, head_dim),
               (batch, kv_heads, seqlen_k, head_dim_v), (batch, heads, seqlen_q, head_dim_v)]  # fmt: skip
     query, key, value, out = (OnDevice(make(*shape), address + (i << 12)) for i, shape in enumerate(shapes))
     logsumexp = OnDevice(torch.empty(shapes[0][:3], device="meta"), address + (9 << 12)) if lse else None
-    forward.forward(query, key, value, is_causal, scale, out, logsumexp)
+    forward.forward(query, key, value, is_causal and mask is None, scale, out, logsumexp, mask)
     return query, key, value, out, logsumexp
 
 
@@ -92,6 +92,44 @@ def launched(cuda):
     return maps, forward.ForwardParams.from_buffer_copy(
         ctypes.string_at(pointers[4], ctypes.sizeof(forward.ForwardParams))
     )
+
+
+class FakeLists:
+    """Stands for MaskTiles: says what it was made for and where its lists are."""
+
+    address, offset = 7 << 20, 40
+
+    def __init__(self, call, mask, tile):
+        self.call, self.mask, self.tile, self.made = call, mask, tile, []
+
+    def strides(self, of_queries):
+        assert not of_queries
+        return 1000, 100, 10, self.offset
+
+    def make(self, mask):
+        self.made.append(mask)
+        return OnDevice(torch.empty(1, device="meta"), self.address)
+
+
+@pytest.fixture
+def lists(monkeypatch):
+    """The FakeLists of all masked plans, in order."""
+    made = []
+
+    def make(*arguments):
+        made.append(FakeLists(*arguments))
+        return made[-1]
+
+    fake = SimpleNamespace(
+        MaskTiles=make, MaskedCall=mask_plan.MaskedCall, broadcast_strides=mask_plan.broadcast_strides,
+        common_divisor=mask_plan.common_divisor,
+    )  # fmt: skip
+    monkeypatch.setattr(forward, "_mask_plan", lambda: fake)
+    return made
+
+
+def bool_mask(*shape, address=3 << 20):
+    return OnDevice(torch.empty(shape, dtype=torch.bool, device="meta"), address)
 
 
 def test_parameters_of_a_launch(cuda):
@@ -275,3 +313,101 @@ def test_only_causal_kernels_count_tiles(cuda):
     assert launched(cuda)[1].counters is None
     call(is_causal=True)
     assert launched(cuda)[1].counters % 32 == 0 and launched(cuda)[1].counters > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- masks
+
+
+def test_parameters_of_a_launch_with_a_mask(cuda, lists):
+    mask = bool_mask(2, 1, 304, 512)
+    call(seqlen_q=304, seqlen_k=512, head_dim=128, mask=mask)
+    _, params = launched(cuda)
+    tile = tiles.choose_masked(128, 128, False)
+    assert params.mask.mask == mask.data_ptr()
+    assert params.mask.lists == FakeLists.address + 8 * FakeLists.offset
+    strides = [getattr(params.mask, f"stride_{name}") for name in ("batch", "head", "row", "key")]
+    assert strides == [304 * 512, 0, 512, 1]
+    assert [getattr(params.mask, f"list_stride_{name}") for name in ("batch", "head", "tile")] == [1000, 100, 10]
+    assert (params.mask.list_length, params.mask.vectors) == (512 // tile.block_n, 1)
+    assert params.counters > 0 and params.q_tiles == math.ceil(304 / tile.block_m)
+    defines = cuda.compiled[-1].defines
+    assert (defines["MASKED"], defines["IS_CAUSAL"], defines["BLOCK_M"]) == (1, 0, tile.block_m)
+    assert lists[0].tile == tile and lists[0].made == [mask]
+    assert (lists[0].call.seqlen_q, lists[0].call.seqlen_k) == (304, 512)
+
+
+def test_a_launch_without_a_mask_knows_nothing_of_one(cuda, lists):
+    call()
+    _, params = launched(cuda)
+    assert params.mask.mask is None and params.mask.lists is None
+    assert cuda.compiled[-1].defines["MASKED"] == 0
+    assert not lists
+
+
+@pytest.mark.parametrize(
+    ("seqlen_k", "change", "address", "vectors"),
+    [
+        (512, lambda m: m, 0, 1),
+        (500, lambda m: m, 0, 0),  # the last 16 keys would reach past a row
+        (512, lambda m: m, 1, 0),
+        (512, lambda m: m, 16, 1),
+        (512, lambda m: m.expand(2, 4, 300, 512), 0, 1),
+        (512, lambda m: torch.empty(2, 1, 300, 528, dtype=torch.bool, device="meta")[..., :512], 0, 1),
+        (512, lambda m: torch.empty(2, 1, 300, 520, dtype=torch.bool, device="meta")[..., :512], 0, 0),
+        (512, lambda m: torch.empty(2, 1, 512, 300, dtype=torch.bool, device="meta").mT, 0, 0),
+        (512, lambda m: m[..., :1], 0, 0),  # one element for all keys
+    ],
+)
+def test_when_sixteen_keys_are_read_at_once(cuda, lists, seqlen_k, change, address, vectors):
+    mask = change(torch.empty(2, 1, 300, seqlen_k, dtype=torch.bool, device="meta"))
+    call(seqlen_k=seqlen_k, mask=OnDevice(mask, (3 << 20) + address))
+    _, params = launched(cuda)
+    assert params.mask.vectors == vectors
+    assert params.mask.stride_key == (0 if mask.size(3) == 1 else mask.stride(3))
+
+
+def test_masks_with_one_row_for_all_queries_have_tiles_of_their_own(cuda, lists):
+    row = torch.empty(2, 1, 1, 500, dtype=torch.bool, device="meta")
+    for mask in (row, row.expand(2, 4, 300, 500)):
+        call(head_dim=128, mask=OnDevice(mask, 3 << 20))
+        assert lists[-1].tile == tiles.choose_masked(128, 128, True)
+        assert launched(cuda)[1].mask.stride_row == 0
+
+
+def test_the_next_mask_patches_pointers_alone_unless_its_alignment_differs(cuda, lists):
+    call(mask=bool_mask(2, 1, 300, 500))
+    call(mask=bool_mask(2, 1, 300, 500, address=5 << 20))
+    assert len(lists) == 1 and len(lists[0].made) == 2
+    assert launched(cuda)[1].mask.mask == 5 << 20
+    call(mask=bool_mask(2, 1, 300, 500, address=(5 << 20) + 4))
+    call(mask=bool_mask(1, 1, 300, 500))
+    call(mask=bool_mask(2, 4, 300, 500))
+    assert len(lists) == 4
+
+
+def test_masks_that_the_kernel_does_not_take(cuda, lists, monkeypatch):
+    tensors = [OnDevice(torch.empty(1, 1, 64, 64, dtype=torch.float16, device="meta"), i << 20) for i in range(1, 5)]
+    query, key, value, out = tensors
+    with pytest.raises(KernelUnavailable, match="bool masks alone, without is_causal"):
+        forward.forward(query, key, value, True, 1.0, out, None, bool_mask(1, 1, 64, 64))
+    numbers = OnDevice(torch.empty(1, 1, 64, 64, dtype=torch.float16, device="meta"), 5 << 20)
+    with pytest.raises(KernelUnavailable, match="bool masks alone"):
+        forward.forward(query, key, value, False, 1.0, out, None, numbers)
+    assert not lists and "cuLaunchKernelEx" not in cuda.calls
+
+
+def test_without_triton_there_are_no_lists(cuda, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_flashbackend.kernels.triton.mask_plan", None)
+    monkeypatch.delattr(sys.modules["torch_flashbackend.kernels.triton"], "mask_plan")
+    with pytest.raises(KernelUnavailable, match="Triton, which lists the tiles of a mask, is not installed"):
+        call(mask=bool_mask(2, 1, 300, 500))
+    call()  # which needs none
+
+
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+def test_masked_tiles_are_what_lists_can_count_in(head_dim):
+    for tile in tiles.masked_variants(head_dim, head_dim):
+        spec = forward.Specialisation(head_dim, head_dim, False, True, True, tile, is_masked=True)
+        assert spec.shared_bytes <= 227 << 10
+        # Powers of two times 64, and bits enough for the keys of two rows in the kernel.
+        assert tile.block_m in (64, 128) and tile.block_n in (64, 128)
