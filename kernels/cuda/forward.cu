@@ -25,6 +25,9 @@
 // IS_CAUSAL, MASKED, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
 #include "barrier.cuh"
 #include "mask.cuh"
+#if MASKED
+#include "mask_lists.cuh"
+#endif
 #include "softmax.cuh"
 #include "wgmma.cuh"
 #include "wgmma_instructions.cuh"
@@ -48,7 +51,8 @@ static_assert(!IS_CAUSAL || ceil_div(BLOCK_M - 64, BLOCK_N) < STAGES);
 // So the diagonal of a warpgroup's 64 rows lies within one key tile.
 static_assert(!IS_CAUSAL || BLOCK_N % 64 == 0);
 static_assert(!(IS_CAUSAL && MASKED));
-static_assert(!MASKED || BLOCK_N == 64 || BLOCK_N == 128);
+// In the pieces that lists are made of, and as many keys as one word has bits for.
+static_assert(!MASKED || (BLOCK_N % 16 == 0 && BLOCK_N <= 128));
 // Query tiles differ in length, so that a counter hands them out.
 constexpr bool COUNTED = IS_CAUSAL || MASKED;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;

@@ -1,7 +1,6 @@
 """The host side of the Hopper forward kernel, ``forward.cu``: what to compile for a call, and how to launch it.
 
-May import torch, ``nvrtc.py``, ``driver.py``, this folder and, for masks, ``kernels/triton/mask_plan.py``, whose
-kernels list the tiles to visit. Imported by ``torch_flashbackend.ops`` and the warm-up.
+May import torch, ``nvrtc.py``, ``driver.py`` and this folder. Imported by ``torch_flashbackend.ops`` and the warm-up.
 
 Three steps, each of which is done once and kept: a ``Specialisation`` (what the compiler must know), a ``Plan`` (all
 that a call on tensors of these shapes and strides needs but its pointers), and the launch, which patches pointers in.
@@ -20,7 +19,8 @@ import torch
 
 from ... import driver, nvrtc
 from .. import KernelUnavailable, launch_counts
-from . import tiles
+from . import masks, tiles
+from .masks import MaskParams
 from .tiles import Tile
 
 ARCHITECTURE = "sm_90a"
@@ -37,24 +37,6 @@ _LOG2E = math.log2(math.e)
 # Keys and values of the heads in work at one time should fit the L2 cache (50 MB) beside what is written.
 _L2_BYTES = 32 << 20
 _MAX_TILES = 2**31 - 1
-
-
-class MaskParams(ctypes.Structure):
-    """Repeated by ``struct MaskParams`` in ``mask.cuh``. Strides in elements, 0 where the mask is broadcast."""
-
-    _fields_ = [
-        ("mask", ctypes.c_void_p),  # bool
-        ("lists", ctypes.c_void_p),  # int64, as ``list_key_tiles`` leaves them
-        ("stride_batch", ctypes.c_int64),
-        ("stride_head", ctypes.c_int64),
-        ("stride_row", ctypes.c_int64),
-        ("stride_key", ctypes.c_int64),
-        ("list_stride_batch", ctypes.c_int64),
-        ("list_stride_head", ctypes.c_int64),
-        ("list_stride_tile", ctypes.c_int64),
-        ("list_length", ctypes.c_int32),  # key tiles of the sequence
-        ("vectors", ctypes.c_int32),  # may 16 keys of a row be loaded at once?
-    ]
 
 
 class ForwardParams(ctypes.Structure):
@@ -84,7 +66,7 @@ class ForwardParams(ctypes.Structure):
 class Specialisation(NamedTuple):
     """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
 
-    is_masked: there is a bool mask, whose lists have been made for blocks of this tile.
+    is_masked: there is a bool mask. The binary then holds the kernel that makes its lists too.
     """
 
     head_dim: int
@@ -132,7 +114,7 @@ class Specialisation(NamedTuple):
     @property
     def entries(self) -> tuple[str, ...]:
         """The kernels in the binary."""
-        return (ENTRY,)
+        return (masks.ENTRY, ENTRY) if self.is_masked else (ENTRY,)
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
@@ -231,8 +213,7 @@ class Plan:
     """
 
     __slots__ = (
-        "_config", "_counted", "_device_index", "_frames", "_function", "_maps", "_mask_tiles", "_params",
-        "specialisation",
+        "_config", "_counted", "_device_index", "_frames", "_function", "_lists", "_maps", "_params", "specialisation",
     )  # fmt: skip
 
     def __init__(self, query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None):
@@ -247,20 +228,15 @@ class Plan:
             key, value = key[:, :1], value[:, :1]
         kv_heads = key.size(1)
         _, num_sms = _device(index)
+        scores_shape = batch, heads, seqlen_q, seqlen_k
         if mask is None:
             spec = specialise(
                 head_dim, head_dim_v, query.dtype, is_causal, write_lse,
                 seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=batch * heads, num_sms=num_sms,
             )  # fmt: skip
-            self._mask_tiles, mask_params = None, MaskParams()
         else:
-            mask_plan = _mask_plan()
-            strides = mask_plan.broadcast_strides(mask, (batch, heads, seqlen_q, seqlen_k))
-            divisor = mask_plan.common_divisor(mask, strides)
-            spec = specialise_masked(head_dim, head_dim_v, query.dtype, strides[2] == 0, write_lse)
-            masked = mask_plan.MaskedCall(mask.device, seqlen_q, seqlen_k, strides, divisor)
-            self._mask_tiles = mask_plan.MaskTiles(masked, mask, spec.tile)
-            mask_params = _mask_params(masked, self._mask_tiles, spec.tile)
+            per_key = masks.strides_of(mask, scores_shape)[2] == 0
+            spec = specialise_masked(head_dim, head_dim_v, query.dtype, per_key, write_lse)
         self.specialisation = spec
         self._counted = is_causal or mask is not None
         tile = spec.tile
@@ -271,6 +247,10 @@ class Plan:
         try:
             binary = spec.compile()
             self._function = ctypes.c_void_p(driver.load_function(binary, ENTRY, index, spec.shared_bytes))
+            self._lists = None
+            if mask is not None:
+                function = driver.load_function(binary, masks.ENTRY, index, masks.list_bytes(MAX_SEQLEN_K))
+                self._lists = masks.KeyLists(ctypes.c_void_p(function), mask, scores_shape, tile)
             self._maps = [
                 driver.TensorMaps(t.dtype, t.shape, t.stride(), rows, t.data_ptr(), index)
                 for t, rows in ((query, tile.block_m), (key, tile.block_n), (value, tile.block_n), (out, tile.block_m))
@@ -292,7 +272,7 @@ class Plan:
             q_tiles=q_tiles,
             heads_per_group=_heads_per_group(batch * heads, heads // kv_heads, seqlen_k, head_dim + head_dim_v),
             softmax_scale_log2=softmax_scale * _LOG2E,
-            mask=mask_params,
+            mask=MaskParams() if self._lists is None else self._lists.params,
         )
         self._config = driver.LaunchConfig(
             (min(num_sms, num_tiles), 1, 1), (tile.num_threads, 1, 1), spec.shared_bytes, None, None, 0
@@ -312,8 +292,6 @@ class Plan:
         key_map = maps_key.get(key.data_ptr())
         value_map = maps_value.get(value.data_ptr())
         out_map = maps_out.get(out_pointer)
-        # Before a frame is taken: what this launches may fail. The lists stay referenced until the launch.
-        lists = None if mask is None else self._mask_tiles.make(mask)
         try:
             frame = self._frames.pop()
         except IndexError:
@@ -325,11 +303,11 @@ class Plan:
         stream = driver.current_stream(index)
         if self._counted:
             params.counters = driver.counters(index, stream)
-        if lists is not None:
-            params.mask.mask = mask.data_ptr()
-            params.mask.lists = lists.data_ptr() + 8 * self._mask_tiles.strides(of_queries=False)[3]
-        launch_counts[ENTRY] += 1
         try:
+            if self._lists is not None:
+                lists = self._lists.make(mask, index, stream)
+                params.mask.mask, params.mask.lists = mask.data_ptr(), lists.data_ptr()
+            launch_counts[ENTRY] += 1
             driver.launch(frame.config, self._function, frame.arguments, index, stream)
         except driver.DriverError as error:
             if error.is_refusal:
@@ -349,32 +327,6 @@ def _heads_per_group(batch_heads: int, queries_per_kv: int, seqlen_k: int, colum
         return batch_heads
     in_cache = _L2_BYTES // (seqlen_k * columns * 2) * queries_per_kv
     return min(max(in_cache, 16), batch_heads)
-
-
-def _mask_plan():
-    """The module that plans a mask's lists, imported when the first mask needs them. Raises KernelUnavailable."""
-    try:
-        from ..triton import mask_plan
-    except ImportError as error:
-        raise KernelUnavailable(f"Triton, which lists the tiles of a mask, is not installed: {error}") from error
-    return mask_plan
-
-
-def _mask_params(call, lists, tile: Tile) -> MaskParams:
-    """The parameters of a call's mask but for the addresses; lists: its MaskTiles."""
-    batch, head, row, key = call.mask_strides
-    list_batch, list_head, list_tile, _ = lists.strides(of_queries=False)
-    return MaskParams(
-        stride_batch=batch,
-        stride_head=head,
-        stride_row=row,
-        stride_key=key,
-        list_stride_batch=list_batch,
-        list_stride_head=list_head,
-        list_stride_tile=list_tile,
-        list_length=math.ceil(call.seqlen_k / tile.block_n),
-        vectors=call.mask_divisor == 16 and key == 1 and call.seqlen_k % 16 == 0,
-    )
 
 
 def aligned(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -434,7 +386,8 @@ def forward(query, key, value, is_causal, softmax_scale, out, logsumexp, mask=No
     float16 or bfloat16, all sizes positive, D and Dv multiples of 8 up to 256, softmax_scale finite and positive.
     logsumexp float32 [B, H, seqlen_q], contiguous, natural logarithm, -inf for a row that sees no key. mask bool
     [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1] with any strides, not together with is_causal. Raises
-    KernelUnavailable before anything of out or logsumexp is written.
+    KernelUnavailable before anything of out or logsumexp is written; torch.OutOfMemoryError where there is no room for
+    the lists of a mask.
     """
     found = plan(query, key, value, out, logsumexp is not None, is_causal, softmax_scale, mask)
     found(query, key, value, out, logsumexp, mask)

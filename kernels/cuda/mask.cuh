@@ -2,44 +2,83 @@
 // visit.
 //
 // Of the key tiles of a query tile those that no row sees are in no list, those that every row sees whole come first,
-// and those of which some rows see some keys, "mixed", come last. kernels/triton/mask_tiles.py makes the lists:
-//   [number of full tiles, number of mixed tiles, full tiles from the front ..., ... mixed tiles from the back]
+// and those of which some rows see some keys, "mixed", come last. mask_lists.cuh makes the lists:
+//   [number of full tiles, number of all tiles, the full tiles ascending, the mixed tiles ascending]
+// None is empty: where no row sees a key the list holds tile 0, of which the mask then hides everything, so that nobody
+// has to know a query tile without keys.
 #pragma once
 #include "registers.cuh"
 
-// Mirrored by forward.py. Strides in elements, 0 where the mask is broadcast.
+// Mirrored by masks.py. Strides in elements, 0 where the mask is broadcast.
 struct MaskParams {
   const uint8_t* mask;
-  const int64_t* lists;
+  int* lists;
   int64_t stride_batch, stride_head, stride_row, stride_key;
   int64_t list_stride_batch, list_stride_head, list_stride_tile;
-  int list_length;  // key tiles that a list has room for
-  int vectors;      // 16 keys of a row can be loaded at once: aligned, dense, and never past the row's end
+  int access;  // how 16 keys of a row are read, one of the following
+  int unused;
 };
+enum Access {
+  STRIDED = 0,
+  DENSE = 1,
+  ALIGNED = 2
+};  // key by key; as words of 4 bytes; as 16 bytes at an address of 16
 
-// The key tiles that one query tile visits, in their order. There is always one: where no row sees a key it is the
-// first, of which the mask then hides everything, so that nobody has to know a query tile without keys.
+// The key tiles that one query tile visits, in their order.
 struct KeyList {
-  const int64_t* entries;
-  int full, visited, length;
+  const int* entries;
+  int full, visited;
 
   __device__ __forceinline__ KeyList(const MaskParams& params, int batch, int head, int tile) {
-    const int64_t* list = params.lists + batch * params.list_stride_batch + head * params.list_stride_head +
-                          tile * params.list_stride_tile;
+    const int* list = params.lists + batch * params.list_stride_batch + head * params.list_stride_head +
+                      tile * params.list_stride_tile;
+    full = list[0];
+    visited = list[1];
     entries = list + 2;
-    length = params.list_length;
-    full = (int)list[0];
-    visited = full + (int)list[1];
   }
-  // Both numbers in one word; never 0.
-  __device__ __forceinline__ int counts() const { return full << 16 | max(visited, 1); }
-  __device__ __forceinline__ int operator[](int position) const {
-    if (position >= visited) return 0;
-    return (int)entries[position < full ? position : length - 1 - (position - full)];
-  }
+  // Both numbers in one word, which is not 0.
+  __device__ __forceinline__ int counts() const { return full << 16 | visited; }
+  // What follows the last is not used.
+  __device__ __forceinline__ int operator[](int position) const { return position < visited ? entries[position] : 0; }
 };
 
-// What this thread's two rows see of a tile of N keys, 64 or 128: a bit for each of its scores, bit 8 (2 (g % 2) + e) +
+// The 16 keys of a row from `key` on, a byte each, 0 for those past the end. Words that hold no key are not read.
+__device__ __forceinline__ uint4 load_keys(const MaskParams& params, const uint8_t* row, int key, int seqlen_k) {
+  const int count = min(seqlen_k - key, 16);
+  uint4 x = {0, 0, 0, 0};
+  if (count <= 0) return x;
+  uint32_t words[5] = {0, 0, 0, 0, 0};
+  if (params.access == ALIGNED) {
+    x = load_eight(row + key);
+    words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+  } else if (params.access == DENSE) {
+    const uint64_t address = (uint64_t)(row + key);
+    const int before = address % 4;  // bytes of the first word that belong to earlier keys
+    const uint32_t* first = (const uint32_t*)(address - before);
+#pragma unroll
+    for (int i = 0; i < 5; ++i)
+      if (4 * i < before + count) words[i] = __ldg(first + i);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], 8 * before);
+  } else {
+    const uint8_t* first = row + key * params.stride_key;
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      if (i < count) words[i / 4] |= (uint32_t)__ldg(first + i * params.stride_key) << 8 * (i % 4);
+  }
+  if (count < 16) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] &= count >= 4 * i + 4 ? 0xFFFFFFFF : (1u << 8 * max(count - 4 * i, 0)) - 1;
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// The highest bit of each byte that is not 0.
+__device__ __forceinline__ uint32_t nonzero_bytes(uint32_t x) {
+  return (((x & 0x7F7F7F7F) + 0x7F7F7F7F) | x) & 0x80808080;
+}
+
+// What this thread's two rows see of a tile of N keys, up to 128: a bit for each of its scores, bit 8 (2 (g % 2) + e) +
 // g / 2 of bits[half] for column 8 g + 2 (lane % 4) + e of row `half`.
 template <int N>
 struct Seen {
@@ -50,36 +89,27 @@ struct Seen {
                                   int seqlen_k)
       : bits{0, 0} {
     const int quad_lane = threadIdx.x % 4;
+    // Rows past the end are not written; they see what the last one sees.
+    const uint8_t* rows[2] = {mask + min(row, seqlen_q - 1) * params.stride_row,
+                              mask + min(row + 8, seqlen_q - 1) * params.stride_row};
+    // 64 keys a part. A lane reads 16 of them, two groups of 8, of which each lane of the quad needs two keys a group.
+    const auto add = [&](int part) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      // Rows past the end are not written; they see what the last one sees.
-      const uint8_t* keys = mask + min(row + 8 * half, seqlen_q - 1) * params.stride_row;
-      if (params.vectors) {
+      for (int half = 0; half < 2; ++half) {
+        const uint4 x = load_keys(params, rows[half], first_key + 64 * part + 16 * quad_lane, seqlen_k);
+        uint32_t pairs[4] = {__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
+                             __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632)};
+        quad_transpose(pairs, quad_lane);
 #pragma unroll
-        for (int part = 0; part < N / 64; ++part) {
-          // 16 keys, two groups of 8, of which each lane of the quad needs two keys a group.
-          const int key = first_key + 64 * part + 16 * quad_lane;
-          uint4 x = {0, 0, 0, 0};
-          if (key < seqlen_k) x = load_eight(keys + key);
-          uint32_t pairs[4] = {__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
-                               __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632)};
-          quad_transpose(pairs, quad_lane);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            // The highest bit of each byte that is not 0.
-            const uint32_t high = (((pairs[i] & 0x7F7F7F7F) + 0x7F7F7F7F) | pairs[i]) & 0x80808080;
-            bits[half] |= high >> (7 - (4 * part + i));
-          }
-        }
-      } else {
-        const uint8_t* first = keys + (first_key + 2 * quad_lane) * params.stride_key;
-        const int left = seqlen_k - first_key - 2 * quad_lane;
-#pragma unroll
-        for (int i = 0; i < N / 4; ++i) {
-          const int group = i / 2, e = i % 2, key = 8 * group + e;
-          if (key < left && first[key * params.stride_key]) bits[half] |= 1u << (8 * (2 * (group % 2) + e) + group / 2);
-        }
+        for (int i = 0; i < 4; ++i) bits[half] |= nonzero_bytes(pairs[i]) >> (7 - i) << 4 * part;
       }
+    };
+    if (params.access == ALIGNED) {
+#pragma unroll
+      for (int part = 0; part < ceil_div(N, 64); ++part) add(part);
+    } else {
+#pragma unroll 1
+      for (int part = 0; part < ceil_div(N, 64); ++part) add(part);
     }
   }
 

@@ -22,7 +22,7 @@ from .common import MASK_FLOAT as _FLOAT
 from .common import MASK_NONE as _NONE
 from .decode_plan import DecodePlan, suits
 from .launch import Launch, TensorMap, device_target
-from .mask_plan import MaskTiles, broadcast_strides, common_divisor, worth_listing
+from .mask_plan import MaskTiles, worth_listing
 from .tiles import choose, family
 
 MASK_NONE, MASK_BOOL, MASK_FLOAT = _NONE.value, _BOOL.value, _FLOAT.value
@@ -145,8 +145,14 @@ class _Call:
 
         self.mask_strides, self.mask_divisor, self.mask_offset_type = (0, 0, 0, 0), 1, "i32"
         if mask is not None:
-            self.mask_strides = broadcast_strides(mask, (batch, heads, seqlen_q, self.seqlen_k))
-            self.mask_divisor = common_divisor(mask, self.mask_strides)
+            # A size-1 dimension that is broadcast is walked with stride 0.
+            full = (batch, heads, seqlen_q, self.seqlen_k)
+            self.mask_strides = tuple(
+                0 if size == 1 and wanted != 1 else stride
+                for size, wanted, stride in zip(mask.shape, full, mask.stride(), strict=True)
+            )
+            if mask.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in self.mask_strides[:3]):
+                self.mask_divisor = 16
             # Rows and keys of the mask are counted from the start of the sequence, so the whole extent must fit.
             extent = self.mask_strides[2] * (seqlen_q - 1) + self.mask_strides[3] * (self.seqlen_k - 1)
             self.mask_offset_type = "i32" if extent < 2**31 else "i64"

@@ -1,15 +1,13 @@
 """When an attn_mask's tiles are listed, how much room the lists take, and the launches that make them.
 
-May import torch and this folder. Imported by ``attention.py`` and by the Hopper kernels' ``forward.py``. Everything is
-decided by shapes: the host never looks at the mask's values, so nothing waits and a captured CUDA graph sees the values
-of each replay.
+May import torch and this folder. Imported by ``attention.py``. Everything is decided by shapes: the host never looks at
+the mask's values, so nothing waits and a captured CUDA graph sees the values of each replay.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from typing import Any, NamedTuple
 
 import torch
 
@@ -44,33 +42,6 @@ def worth_listing(query_shape, seqlen_k: int, mask_shape, is_causal: bool = Fals
     positions = batch * heads * seqlen_q * seqlen_k
     products = positions / math.prod(mask_shape) * head_dim
     return 4 * positions * head_dim >= LEAST_OPERATIONS and products >= LEAST_PRODUCTS
-
-
-def broadcast_strides(mask: torch.Tensor, scores_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a mask of rank 4, 0 where it is broadcast to scores [B, H, Sq, Sk]."""
-    return tuple(
-        0 if size == 1 and wanted != 1 else stride
-        for size, wanted, stride in zip(mask.shape, scores_shape, mask.stride(), strict=True)
-    )
-
-
-def common_divisor(mask: torch.Tensor, strides: tuple[int, ...]) -> int:
-    """16 where address (in bytes) and all strides (in elements) but the last are multiples of it, else 1."""
-    return 16 if mask.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in strides[:3]) else 1
-
-
-class MaskedCall(NamedTuple):
-    """What ``MaskTiles`` asks of a call. mask_strides: ``broadcast_strides``; mask_divisor: ``common_divisor``.
-
-    target: what to compile for where the device is not there, else None.
-    """
-
-    device: torch.device
-    seqlen_q: int
-    seqlen_k: int
-    mask_strides: tuple[int, ...]
-    mask_divisor: int
-    target: Any = None
 
 
 def _word(dtype: torch.dtype, value, count: int) -> int:

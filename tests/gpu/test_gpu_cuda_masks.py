@@ -51,7 +51,7 @@ def hopper_ran(plugin):
         with plugin.sdpa_backend("cuda"):
             yield
         counts = ops.launch_counts()
-        assert counts.get("flash_forward") and counts.get("classify_mask"), counts
+        assert counts.get("flash_forward") and counts.get("flash_mask_lists"), counts
         assert "attention_forward" not in counts and "attention_decode" not in counts, counts
 
     return forced
