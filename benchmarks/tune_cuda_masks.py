@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import cases
 from benchmarks.harness import Meter, Results, Run, environment
-from torch_flashbackend import ops
+from torch_flashbackend import driver, ops
 from torch_flashbackend.kernels.cuda import forward, tiles
 from torch_flashbackend.kernels.cuda.tiles import Tile
 
@@ -76,11 +76,11 @@ def plans_of(case: cases.Case, inputs: cases.Inputs, out: torch.Tensor) -> tuple
 class _Made:
     """Lists that are there already, in the place of what makes them."""
 
-    def __init__(self, lists: Any, mask: torch.Tensor) -> None:
-        self.buffer, self.strides = lists.make(mask).clone(), lists.strides
+    def __init__(self, lists: torch.Tensor) -> None:
+        self.lists = lists
 
-    def make(self, mask: torch.Tensor) -> torch.Tensor:
-        return self.buffer
+    def make(self, *_: Any) -> torch.Tensor:
+        return self.lists
 
 
 def measure(case: cases.Case, meter: Meter) -> tuple[dict[str, float], dict[str, str]]:
@@ -104,9 +104,9 @@ def measure(case: cases.Case, meter: Meter) -> tuple[dict[str, float], dict[str,
         if not distance < LARGEST_DIFFERENCE:
             failed[name] = f"differs from Triton's result by {distance:.3g} of its norm"
             continue
-        lists = plan._mask_tiles
-        runs[f"lists {name.split()[0]}"] = Run(functools.partial(lists.make, mask))
-        plan._mask_tiles = _Made(lists, mask)
+        make = functools.partial(plan._lists.make, mask, 0, driver.current_stream(0))
+        runs[f"lists {name.split()[0]}"] = Run(make)
+        plan._lists = _Made(make())
         runs[name] = Run(functools.partial(plan, query, key, value, out, None, mask))
     return meter.gpu_times(runs), failed
 

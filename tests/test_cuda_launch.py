@@ -13,8 +13,8 @@ from test_nvrtc import FakeDriver, install_fake_driver
 
 from torch_flashbackend import driver, nvrtc, routing
 from torch_flashbackend.kernels import KernelUnavailable
-from torch_flashbackend.kernels.cuda import forward, tiles
-from torch_flashbackend.kernels.triton import attention, mask_plan
+from torch_flashbackend.kernels.cuda import forward, masks, tiles
+from torch_flashbackend.kernels.triton import attention
 
 NUM_SMS = 10
 
@@ -92,44 +92,6 @@ def launched(cuda):
     return maps, forward.ForwardParams.from_buffer_copy(
         ctypes.string_at(pointers[4], ctypes.sizeof(forward.ForwardParams))
     )
-
-
-class FakeLists:
-    """Stands for MaskTiles: says what it was made for and where its lists are."""
-
-    address, offset = 7 << 20, 40
-
-    def __init__(self, call, mask, tile):
-        self.call, self.mask, self.tile, self.made = call, mask, tile, []
-
-    def strides(self, of_queries):
-        assert not of_queries
-        return 1000, 100, 10, self.offset
-
-    def make(self, mask):
-        self.made.append(mask)
-        return OnDevice(torch.empty(1, device="meta"), self.address)
-
-
-@pytest.fixture
-def lists(monkeypatch):
-    """The FakeLists of all masked plans, in order."""
-    made = []
-
-    def make(*arguments):
-        made.append(FakeLists(*arguments))
-        return made[-1]
-
-    fake = SimpleNamespace(
-        MaskTiles=make, MaskedCall=mask_plan.MaskedCall, broadcast_strides=mask_plan.broadcast_strides,
-        common_divisor=mask_plan.common_divisor,
-    )  # fmt: skip
-    monkeypatch.setattr(forward, "_mask_plan", lambda: fake)
-    return made
-
-
-def bool_mask(*shape, address=3 << 20):
-    return OnDevice(torch.empty(shape, dtype=torch.bool, device="meta"), address)
 
 
 def test_parameters_of_a_launch(cuda):
@@ -317,75 +279,138 @@ def test_only_causal_kernels_count_tiles(cuda):
 
 # ---------------------------------------------------------------------------------------------------------------- masks
 
+LISTS = 7 << 20  # where the lists lie
 
-def test_parameters_of_a_launch_with_a_mask(cuda, lists):
+
+@pytest.fixture
+def masked(cuda, monkeypatch):
+    """`cuda`, which also notes (config, ListParams) of each launch that makes lists, and the sizes of these."""
+    cuda.lists, cuda.sizes = [], []
+
+    def empty(size, device):
+        cuda.sizes.append(size)
+        return OnDevice(torch.empty(size, device="meta"), LISTS)
+
+    def launch(config, function, arguments, extra):
+        if config._obj.block[0] == masks.THREADS:
+            (params,) = (ctypes.c_uint64 * 1).from_address(arguments.value)
+            copied = masks.ListParams.from_buffer_copy(ctypes.string_at(params, ctypes.sizeof(masks.ListParams)))
+            cuda.lists.append((driver.LaunchConfig.from_buffer_copy(config._obj), copied))
+            return 0
+        return FakeDriver.do_cuLaunchKernelEx(cuda, config, function, arguments, extra)
+
+    monkeypatch.setattr(masks, "_empty", empty)
+    cuda.do_cuLaunchKernelEx = launch
+    return cuda
+
+
+def bool_mask(*shape, address=3 << 20):
+    return OnDevice(torch.empty(shape, dtype=torch.bool, device="meta"), address)
+
+
+def mask_strides(params):
+    return [getattr(params, f"stride_{name}") for name in ("batch", "head", "row", "key")]
+
+
+def list_strides(params):
+    return [getattr(params, f"list_stride_{name}") for name in ("batch", "head", "tile")]
+
+
+def test_parameters_of_a_launch_with_a_mask(masked):
     mask = bool_mask(2, 1, 304, 512)
     call(seqlen_q=304, seqlen_k=512, head_dim=128, mask=mask)
-    _, params = launched(cuda)
+    _, params = launched(masked)
     tile = tiles.choose_masked(128, 128, False)
-    assert params.mask.mask == mask.data_ptr()
-    assert params.mask.lists == FakeLists.address + 8 * FakeLists.offset
-    strides = [getattr(params.mask, f"stride_{name}") for name in ("batch", "head", "row", "key")]
-    assert strides == [304 * 512, 0, 512, 1]
-    assert [getattr(params.mask, f"list_stride_{name}") for name in ("batch", "head", "tile")] == [1000, 100, 10]
-    assert (params.mask.list_length, params.mask.vectors) == (512 // tile.block_n, 1)
-    assert params.counters > 0 and params.q_tiles == math.ceil(304 / tile.block_m)
-    defines = cuda.compiled[-1].defines
+    q_tiles, length = math.ceil(304 / tile.block_m), 2 + 512 // tile.block_n
+    ((config, lists),) = masked.lists
+    for found in (params.mask, lists.mask):
+        assert (found.mask, found.lists) == (mask.data_ptr(), LISTS)
+        assert mask_strides(found) == [304 * 512, 0, 512, 1]
+        assert list_strides(found) == [q_tiles * length, 0, length]
+        assert found.access == masks.ALIGNED
+    assert params.counters > 0 and params.q_tiles == q_tiles
+    assert (lists.mask_heads, lists.mask_rows, lists.seqlen_k, lists.q_tiles) == (1, 304, 512, q_tiles)
+    # One block for each list, a byte of shared memory for every 16 keys, and room for all lists.
+    assert list(config.grid) == [2 * q_tiles, 1, 1] and config.shared_bytes == 32 and config.stream == 77
+    assert masked.sizes == [2 * q_tiles * length]
+    defines = masked.compiled[-1].defines
     assert (defines["MASKED"], defines["IS_CAUSAL"], defines["BLOCK_M"]) == (1, 0, tile.block_m)
-    assert lists[0].tile == tile and lists[0].made == [mask]
-    assert (lists[0].call.seqlen_q, lists[0].call.seqlen_k) == (304, 512)
 
 
-def test_a_launch_without_a_mask_knows_nothing_of_one(cuda, lists):
+def test_a_launch_without_a_mask_knows_nothing_of_one(masked):
     call()
-    _, params = launched(cuda)
+    _, params = launched(masked)
     assert params.mask.mask is None and params.mask.lists is None
-    assert cuda.compiled[-1].defines["MASKED"] == 0
-    assert not lists
+    assert masked.compiled[-1].defines["MASKED"] == 0
+    assert not masked.lists
 
 
 @pytest.mark.parametrize(
-    ("seqlen_k", "change", "address", "vectors"),
+    ("seqlen_k", "change", "address", "access"),
     [
-        (512, lambda m: m, 0, 1),
-        (500, lambda m: m, 0, 0),  # the last 16 keys would reach past a row
-        (512, lambda m: m, 1, 0),
-        (512, lambda m: m, 16, 1),
-        (512, lambda m: m.expand(2, 4, 300, 512), 0, 1),
-        (512, lambda m: torch.empty(2, 1, 300, 528, dtype=torch.bool, device="meta")[..., :512], 0, 1),
-        (512, lambda m: torch.empty(2, 1, 300, 520, dtype=torch.bool, device="meta")[..., :512], 0, 0),
-        (512, lambda m: torch.empty(2, 1, 512, 300, dtype=torch.bool, device="meta").mT, 0, 0),
-        (512, lambda m: m[..., :1], 0, 0),  # one element for all keys
+        (512, lambda m: m, 0, masks.ALIGNED),
+        (500, lambda m: m, 0, masks.DENSE),  # the last 16 keys would reach past a row
+        (512, lambda m: m, 1, masks.DENSE),
+        (512, lambda m: m, 16, masks.ALIGNED),
+        (512, lambda m: m.expand(2, 4, 300, 512), 0, masks.ALIGNED),
+        (512, lambda m: torch.empty(2, 1, 300, 528, dtype=m.dtype, device="meta")[..., :512], 0, masks.ALIGNED),
+        (512, lambda m: torch.empty(2, 1, 300, 520, dtype=m.dtype, device="meta")[..., :512], 0, masks.DENSE),
+        (512, lambda m: torch.empty(2, 1, 512, 300, dtype=m.dtype, device="meta").mT, 0, masks.STRIDED),
+        (512, lambda m: torch.empty(2, 1, 300, 1024, dtype=m.dtype, device="meta")[..., ::2], 0, masks.STRIDED),
+        (512, lambda m: m[..., :1], 0, masks.STRIDED),  # one element for all keys
     ],
 )
-def test_when_sixteen_keys_are_read_at_once(cuda, lists, seqlen_k, change, address, vectors):
+def test_how_a_row_of_the_mask_is_read(masked, seqlen_k, change, address, access):
     mask = change(torch.empty(2, 1, 300, seqlen_k, dtype=torch.bool, device="meta"))
     call(seqlen_k=seqlen_k, mask=OnDevice(mask, (3 << 20) + address))
-    _, params = launched(cuda)
-    assert params.mask.vectors == vectors
+    _, params = launched(masked)
+    assert params.mask.access == access
     assert params.mask.stride_key == (0 if mask.size(3) == 1 else mask.stride(3))
 
 
-def test_masks_with_one_row_for_all_queries_have_tiles_of_their_own(cuda, lists):
-    row = torch.empty(2, 1, 1, 500, dtype=torch.bool, device="meta")
-    for mask in (row, row.expand(2, 4, 300, 500)):
-        call(head_dim=128, mask=OnDevice(mask, 3 << 20))
-        assert lists[-1].tile == tiles.choose_masked(128, 128, True)
-        assert launched(cuda)[1].mask.stride_row == 0
+@pytest.mark.parametrize(
+    ("shape", "expand", "lists"),
+    [
+        ((2, 4, 300, 500), None, 2 * 4 * 3),
+        ((1, 1, 300, 500), None, 3),
+        ((1, 4, 300, 500), None, 4 * 3),
+        ((2, 1, 1, 500), None, 2),
+        ((1, 1, 1, 1), None, 1),
+        ((2, 1, 300, 500), (2, 4, 300, 500), 2 * 3),
+        ((1, 1, 1, 500), (2, 4, 300, 500), 1),
+    ],
+)
+def test_lists_are_made_for_what_the_mask_does_not_share(masked, shape, expand, lists):
+    mask = torch.empty(shape, dtype=torch.bool, device="meta")
+    call(head_dim=128, mask=OnDevice(mask if expand is None else mask.expand(expand), 3 << 20))
+    params = launched(masked)[1].mask
+    tile = tiles.choose_masked(128, 128, shape[2] == 1)
+    assert masked.compiled[-1].defines["BLOCK_N"] == tile.block_n
+    length = 2 + math.ceil(500 / tile.block_n)
+    assert masked.sizes == [lists * length]
+    config, made = masked.lists[0]
+    assert config.grid[0] == lists
+    assert made.q_tiles * made.mask_heads * (2 if shape[0] == 2 else 1) == lists
+    rows = [3 if size == 300 else size for size in shape[:3]]
+    steps = [rows[1] * rows[2] * length, rows[2] * length, length]
+    assert list_strides(params) == [step if size > 1 else 0 for step, size in zip(steps, shape)]
 
 
-def test_the_next_mask_patches_pointers_alone_unless_its_alignment_differs(cuda, lists):
+def test_the_next_mask_patches_pointers_alone_unless_its_alignment_differs(masked):
     call(mask=bool_mask(2, 1, 300, 500))
+    before = len(masked.calls)
     call(mask=bool_mask(2, 1, 300, 500, address=5 << 20))
-    assert len(lists) == 1 and len(lists[0].made) == 2
-    assert launched(cuda)[1].mask.mask == 5 << 20
+    assert masked.calls[before:] == ["cuLaunchKernelEx"] * 2
+    assert launched(masked)[1].mask.mask == masked.lists[-1][1].mask.mask == 5 << 20
+    assert len(forward._plans) == 1
     call(mask=bool_mask(2, 1, 300, 500, address=(5 << 20) + 4))
     call(mask=bool_mask(1, 1, 300, 500))
     call(mask=bool_mask(2, 4, 300, 500))
-    assert len(lists) == 4
+    call()
+    assert len(forward._plans) == 5
 
 
-def test_masks_that_the_kernel_does_not_take(cuda, lists, monkeypatch):
+def test_masks_that_the_kernel_does_not_take(masked):
     tensors = [OnDevice(torch.empty(1, 1, 64, 64, dtype=torch.float16, device="meta"), i << 20) for i in range(1, 5)]
     query, key, value, out = tensors
     with pytest.raises(KernelUnavailable, match="bool masks alone, without is_causal"):
@@ -393,21 +418,20 @@ def test_masks_that_the_kernel_does_not_take(cuda, lists, monkeypatch):
     numbers = OnDevice(torch.empty(1, 1, 64, 64, dtype=torch.float16, device="meta"), 5 << 20)
     with pytest.raises(KernelUnavailable, match="bool masks alone"):
         forward.forward(query, key, value, False, 1.0, out, None, numbers)
-    assert not lists and "cuLaunchKernelEx" not in cuda.calls
+    assert "cuLaunchKernelEx" not in masked.calls
 
 
-def test_without_triton_there_are_no_lists(cuda, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch_flashbackend.kernels.triton.mask_plan", None)
-    monkeypatch.delattr(sys.modules["torch_flashbackend.kernels.triton"], "mask_plan")
-    with pytest.raises(KernelUnavailable, match="Triton, which lists the tiles of a mask, is not installed"):
+def test_lists_that_cannot_be_launched_are_a_kernel_unavailable(masked):
+    masked.failures["cuLaunchKernelEx"] = [701]
+    with pytest.raises(KernelUnavailable, match="cuLaunchKernelEx"):
         call(mask=bool_mask(2, 1, 300, 500))
-    call()  # which needs none
+    call(mask=bool_mask(2, 1, 300, 500))
 
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 16))
-def test_masked_tiles_are_what_lists_can_count_in(head_dim):
+def test_masked_tiles_are_made_of_whole_pieces(head_dim):
     for tile in tiles.masked_variants(head_dim, head_dim):
         spec = forward.Specialisation(head_dim, head_dim, False, True, True, tile, is_masked=True)
         assert spec.shared_bytes <= 227 << 10
-        # Powers of two times 64, and bits enough for the keys of two rows in the kernel.
-        assert tile.block_m in (64, 128) and tile.block_n in (64, 128)
+        # Bits enough, too, for the keys of a row in one word of the kernel's.
+        assert tile.block_n % masks.PIECE == 0 and tile.block_n <= 128

@@ -76,6 +76,10 @@ def list_bytes(seqlen_k: int) -> int:
     return math.ceil(seqlen_k / PIECE)
 
 
+def _empty(size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty((size,), dtype=torch.int32, device=device)
+
+
 class _Frame:
     """One set of launch arguments, in use by one thread at a time."""
 
@@ -132,7 +136,7 @@ class KeyLists:
 
         Raises driver.DriverError.
         """
-        lists = torch.empty((self._size,), dtype=torch.int32, device=self._device)
+        lists = _empty(self._size, self._device)
         try:
             frame = self._frames.pop()
         except IndexError:

@@ -67,7 +67,7 @@ def choose(
 
 
 def choose_masked(head_dim: int, head_dim_v: int, per_key: bool) -> Tile:
-    """The tile for a call with a bool mask, in multiples of the 64 rows and keys that the mask's lists count in.
+    """The tile for a call with a bool mask; block_n is a multiple of 16 and at most 128.
 
     per_key: the mask is the same for all queries, so that few tiles are mixed and larger ones waste nothing.
     """

@@ -103,6 +103,48 @@ def pattern(name: str, seqlen_q: int, seqlen_k: int, seed: int = 0) -> Tensor:
     return seen[None, None].contiguous()
 
 
+# ---------------------------------------------------------------------------------------------------------------- lists
+
+
+def expected_lists(seen: Tensor, block_m: int, block_n: int) -> list[list[int]]:
+    """[full, visited, full tiles ..., mixed tiles ...] of each query tile of seen [rows, keys]."""
+    found = []
+    for rows in seen.split(block_m):
+        padded = F.pad(rows, (0, -rows.size(1) % block_n))
+        tiles = padded.unflatten(1, (-1, block_n))
+        some, every = tiles.any(2).any(0), tiles.all(2).all(0)
+        full, mixed = every.nonzero()[:, 0].tolist(), (some & ~every).nonzero()[:, 0].tolist()
+        listed = [*full, *mixed] or [0]
+        found.append([len(full), len(listed), *listed])
+    return found
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "padded rows", "odd rows", "one byte on", "transposed"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lists_are_what_the_mask_says(head_dim, layout):
+    from torch_flashbackend import driver
+    from torch_flashbackend.kernels.cuda import forward
+
+    index = torch.cuda.current_device()
+    for seqlen_q, seqlen_k, block in ((300, 1000, 64), (129, 1056, 128), (64, 17, 4), (1, 700, 64), (500, 9000, 256)):
+        call = simple_call(2, 3, seqlen_q, seqlen_k, head_dim)
+        for shape in ((2, 3, seqlen_q), (1, 3, seqlen_q), (2, 1, 1), (1, 1, 1)):
+            seen = block_pattern((*shape, seqlen_k), torch.bool, seqlen_k, block=block, device="cuda")
+            mask = mask_in_layout(seen, layout)
+            out = torch.empty_like(call.query)
+            plan = forward.plan(call.query, call.key, call.value, out, False, False, 0.1, mask)
+            lists = plan._lists.make(mask, index, driver.current_stream(index))
+            tile, params = plan.specialisation.tile, plan._lists.params
+            lists, seen = lists.tolist(), seen.cpu()
+            for batch in range(shape[0]):
+                for head in range(shape[1]):
+                    expected = expected_lists(seen[batch, head], tile.block_m, tile.block_n)
+                    for number, wanted in enumerate(expected):
+                        first = batch * params.list_stride_batch + head * params.list_stride_head
+                        first += number * params.list_stride_tile
+                        assert lists[first : first + len(wanted)] == wanted, (shape, batch, head, number)
+
+
 # --------------------------------------------------------------------------------------------------------------- values
 
 
