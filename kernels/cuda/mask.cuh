@@ -43,32 +43,32 @@ struct KeyList {
 };
 
 // The 16 keys of a row from `key` on, a byte each, 0 for those past the end. Words that hold no key are not read.
+template <Access ACCESS>
 __device__ __forceinline__ uint4 load_keys(const MaskParams& params, const uint8_t* row, int key, int seqlen_k) {
-  const int count = min(seqlen_k - key, 16);
-  uint4 x = {0, 0, 0, 0};
-  if (count <= 0) return x;
+  const int count = seqlen_k - key;
+  if constexpr (ACCESS == ALIGNED) {
+    uint4 x = {0, 0, 0, 0};
+    if (count > 0) x = load_eight(row + key);
+    return x;
+  }
   uint32_t words[5] = {0, 0, 0, 0, 0};
-  if (params.access == ALIGNED) {
-    x = load_eight(row + key);
-    words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
-  } else if (params.access == DENSE) {
+  if constexpr (ACCESS == DENSE) {
     const uint64_t address = (uint64_t)(row + key);
     const int before = address % 4;  // bytes of the first word that belong to earlier keys
     const uint32_t* first = (const uint32_t*)(address - before);
 #pragma unroll
     for (int i = 0; i < 5; ++i)
-      if (4 * i < before + count) words[i] = __ldg(first + i);
+      if (count > 0 && 4 * i < before + min(count, 16)) words[i] = __ldg(first + i);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], 8 * before);
+    for (int i = 0; i < 4; ++i) {
+      const int hidden = min(max(4 * i + 4 - count, 0), 4);  // keys of this word past the end
+      words[i] = __funnelshift_r(words[i], words[i + 1], 8 * before) & __funnelshift_rc(0xFFFFFFFF, 0, 8 * hidden);
+    }
   } else {
     const uint8_t* first = row + key * params.stride_key;
 #pragma unroll
     for (int i = 0; i < 16; ++i)
       if (i < count) words[i / 4] |= (uint32_t)__ldg(first + i * params.stride_key) << 8 * (i % 4);
-  }
-  if (count < 16) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] &= count >= 4 * i + 4 ? 0xFFFFFFFF : (1u << 8 * max(count - 4 * i, 0)) - 1;
   }
   return {words[0], words[1], words[2], words[3]};
 }
@@ -88,28 +88,35 @@ struct Seen {
   __device__ __forceinline__ Seen(const MaskParams& params, const uint8_t* mask, int row, int first_key, int seqlen_q,
                                   int seqlen_k)
       : bits{0, 0} {
-    const int quad_lane = threadIdx.x % 4;
-    // Rows past the end are not written; they see what the last one sees.
-    const uint8_t* rows[2] = {mask + min(row, seqlen_q - 1) * params.stride_row,
-                              mask + min(row + 8, seqlen_q - 1) * params.stride_row};
-    // 64 keys a part. A lane reads 16 of them, two groups of 8, of which each lane of the quad needs two keys a group.
-    const auto add = [&](int part) {
+    // A lane reads 16 of 64 keys: two groups of 8, of which each lane of the quad needs two keys a group.
+    constexpr int PARTS = ceil_div(N, 64);
+    const int quad_lane = threadIdx.x % 4, key = first_key + 16 * quad_lane;
+    uint4 x[2][PARTS];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4 x = load_keys(params, rows[half], first_key + 64 * part + 16 * quad_lane, seqlen_k);
-        uint32_t pairs[4] = {__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
-                             __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632)};
+    for (int half = 0; half < 2; ++half) {
+      // Rows past the end are not written; they see what the last one sees.
+      const uint8_t* keys = mask + min(row + 8 * half, seqlen_q - 1) * params.stride_row;
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        if (params.access == ALIGNED)
+          x[half][part] = load_keys<ALIGNED>(params, keys, key + 64 * part, seqlen_k);
+        else if (params.access == DENSE)
+          x[half][part] = load_keys<DENSE>(params, keys, key + 64 * part, seqlen_k);
+        else
+          x[half][part] = load_keys<STRIDED>(params, keys, key + 64 * part, seqlen_k);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        const uint4& y = x[half][part];
+        uint32_t pairs[4] = {__byte_perm(y.x, y.z, 0x5410), __byte_perm(y.x, y.z, 0x7632),
+                             __byte_perm(y.y, y.w, 0x5410), __byte_perm(y.y, y.w, 0x7632)};
         quad_transpose(pairs, quad_lane);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) bits[half] |= nonzero_bytes(pairs[i]) >> (7 - i) << 4 * part;
+        for (int i = 0; i < 4; ++i) bits[half] |= nonzero_bytes(pairs[i]) >> (7 - (4 * part + i));
       }
-    };
-    if (params.access == ALIGNED) {
-#pragma unroll
-      for (int part = 0; part < ceil_div(N, 64); ++part) add(part);
-    } else {
-#pragma unroll 1
-      for (int part = 0; part < ceil_div(N, 64); ++part) add(part);
     }
   }
 

@@ -34,24 +34,20 @@ __device__ __forceinline__ int content_of_tile(const uint8_t* pieces, int tile, 
   return content;
 }
 
-extern "C" __global__ void __launch_bounds__(LIST_THREADS) flash_mask_lists(const __grid_constant__ ListParams params) {
-  extern __shared__ uint8_t pieces[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int q_tile = blockIdx.x % params.q_tiles, plane = blockIdx.x / params.q_tiles;
-  const int num_pieces = ceil_div(params.seqlen_k, 16);
-  const int first_row = q_tile * BLOCK_M, rows = min(BLOCK_M, params.mask_rows - first_row);
-  const uint8_t* mask = params.mask.mask + plane / params.mask_heads * params.mask.stride_batch +
-                        plane % params.mask_heads * params.mask.stride_head + first_row * params.mask.stride_row;
-
-  for (int first = 32 * warp; first < num_pieces; first += LIST_THREADS) {
+// Writes what all pieces of some rows hold.
+template <Access ACCESS>
+__device__ __forceinline__ void look_at_pieces(uint8_t* pieces, const MaskParams& params, const uint8_t* mask, int rows,
+                                               int seqlen_k) {
+  const int num_pieces = ceil_div(seqlen_k, 16), lane = threadIdx.x % 32;
+  for (int first = threadIdx.x - lane; first < num_pieces; first += LIST_THREADS) {
     const int piece = first + lane;
     uint32_t any = 0, all = 0xFFFFFFFF;
+#pragma unroll 1
     for (int row = 0; row < rows; row += ROWS_AT_ONCE) {
       uint4 x[ROWS_AT_ONCE];
 #pragma unroll
       for (int i = 0; i < ROWS_AT_ONCE; ++i)
-        x[i] =
-            load_keys(params.mask, mask + min(row + i, rows - 1) * params.mask.stride_row, 16 * piece, params.seqlen_k);
+        x[i] = load_keys<ACCESS>(params, mask + min(row + i, rows - 1) * params.stride_row, 16 * piece, seqlen_k);
 #pragma unroll
       for (int i = 0; i < ROWS_AT_ONCE; ++i) {
         any |= x[i].x | x[i].y | x[i].z | x[i].w;
@@ -64,6 +60,22 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) flash_mask_lists(cons
     if (piece < num_pieces)
       pieces[piece] = (any != 0 ? SOME_SEEN : 0) | (nonzero_bytes(all) != 0x80808080 ? SOME_HIDDEN : 0);
   }
+}
+
+extern "C" __global__ void __launch_bounds__(LIST_THREADS) flash_mask_lists(const __grid_constant__ ListParams params) {
+  extern __shared__ uint8_t pieces[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int q_tile = blockIdx.x % params.q_tiles, plane = blockIdx.x / params.q_tiles;
+  const int num_pieces = ceil_div(params.seqlen_k, 16);
+  const int first_row = q_tile * BLOCK_M, rows = min(BLOCK_M, params.mask_rows - first_row);
+  const uint8_t* mask = params.mask.mask + plane / params.mask_heads * params.mask.stride_batch +
+                        plane % params.mask_heads * params.mask.stride_head + first_row * params.mask.stride_row;
+  if (params.mask.access == ALIGNED)
+    look_at_pieces<ALIGNED>(pieces, params.mask, mask, rows, params.seqlen_k);
+  else if (params.mask.access == DENSE)
+    look_at_pieces<DENSE>(pieces, params.mask, mask, rows, params.seqlen_k);
+  else
+    look_at_pieces<STRIDED>(pieces, params.mask, mask, rows, params.seqlen_k);
   __syncthreads();
   if (warp > 0) return;
 
