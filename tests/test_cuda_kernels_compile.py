@@ -34,12 +34,19 @@ def specialisations():
             for tile in tiles.variants(head_dim, head_dim_v, is_causal):
                 for chosen in options if ALL else [options[(number + is_causal) % 4]]:
                     found.append(forward.Specialisation(head_dim, head_dim_v, is_causal, *chosen, tile))
+    # With a mask: every other head dimension above 128, where all that matters is the accumulator's size.
+    for number, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
+        if ALL or head_dim <= 128 or head_dim % 32 == 0:
+            for tile in tiles.masked_variants(head_dim, head_dim_v):
+                for chosen in options if ALL else [options[(number + 2) % 4]]:
+                    found.append(forward.Specialisation(head_dim, head_dim_v, False, *chosen, tile, is_masked=True))
     return found
 
 
 def name_of(spec):
     size = f"{spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"{spec.head_dim}-{spec.head_dim_v}"
-    kind = ("causal" if spec.is_causal else "full", "bf16" if spec.is_bf16 else "f16", "lse" if spec.write_lse else "")
+    mask = "masked" if spec.is_masked else "causal" if spec.is_causal else "full"
+    kind = (mask, "bf16" if spec.is_bf16 else "f16", "lse" if spec.write_lse else "")
     return "-".join([size, *filter(None, kind), f"{spec.tile.block_m}x{spec.tile.block_n}"])
 
 
@@ -88,7 +95,10 @@ def test_specialisation_has_no_spills_and_no_serialised_products(spec, tmp_path)
 
 def test_the_sample_has_every_dtype_and_output():
     chosen = specialisations()
-    assert {(s.is_causal, s.is_bf16, s.write_lse) for s in chosen} == set(itertools.product((True, False), repeat=3))
+    plain = {(s.is_causal, s.is_bf16, s.write_lse) for s in chosen if not s.is_masked}
+    assert plain == set(itertools.product((True, False), repeat=3))
+    masked = {(s.is_bf16, s.write_lse) for s in chosen if s.is_masked}
+    assert masked == set(itertools.product((True, False), repeat=2))
     assert {(s.head_dim, s.head_dim_v, s.is_causal) for s in chosen} == {
         (*dims, causal) for dims in HEAD_DIMS for causal in (True, False)
     }

@@ -13,7 +13,7 @@ from test_nvrtc import FakeDriver, install_fake_driver
 
 from torch_flashbackend import driver, nvrtc, routing
 from torch_flashbackend.kernels import KernelUnavailable
-from torch_flashbackend.kernels.cuda import forward, tiles
+from torch_flashbackend.kernels.cuda import forward, masks, tiles
 from torch_flashbackend.kernels.triton import attention
 
 NUM_SMS = 10
@@ -74,14 +74,14 @@ def cuda(monkeypatch, tmp_path):
 
 
 def call(batch=2, heads=4, kv_heads=2, seqlen_q=300, seqlen_k=500, head_dim=72, head_dim_v=None, dtype=torch.bfloat16,
-         address=1 << 20, lse=True, is_causal=True, scale=0.25):  # fmt: skip
+         address=1 << 20, lse=True, is_causal=True, scale=0.25, mask=None):  # fmt: skip
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     make = lambda *shape: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
     shapes = [(batch, heads, seqlen_q, head_dim), (batch, kv_heads, seqlen_k, head_dim),
               (batch, kv_heads, seqlen_k, head_dim_v), (batch, heads, seqlen_q, head_dim_v)]  # fmt: skip
     query, key, value, out = (OnDevice(make(*shape), address + (i << 12)) for i, shape in enumerate(shapes))
     logsumexp = OnDevice(torch.empty(shapes[0][:3], device="meta"), address + (9 << 12)) if lse else None
-    forward.forward(query, key, value, is_causal, scale, out, logsumexp)
+    forward.forward(query, key, value, is_causal and mask is None, scale, out, logsumexp, mask)
     return query, key, value, out, logsumexp
 
 
@@ -237,6 +237,21 @@ def test_driver_that_refuses_is_a_kernel_unavailable(cuda):
     assert "cuLaunchKernelEx" not in cuda.calls
 
 
+def test_a_machine_without_a_driver_is_a_kernel_unavailable(cuda, monkeypatch):
+    """PyTorch's CUDA builds are installed on such machines, too. It is looked for once per plan."""
+    looked = []
+
+    def absent():
+        looked.append(1)
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(driver, "_library", absent)
+    for _ in range(2):
+        with pytest.raises(KernelUnavailable, match="libcuda"):
+            call()
+    assert len(looked) == 1
+
+
 def test_threads_use_launch_arguments_of_their_own(cuda):
     """While one thread is inside the driver, another launches the same plan with other pointers."""
     call()
@@ -275,3 +290,163 @@ def test_only_causal_kernels_count_tiles(cuda):
     assert launched(cuda)[1].counters is None
     call(is_causal=True)
     assert launched(cuda)[1].counters % 32 == 0 and launched(cuda)[1].counters > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- masks
+
+LISTS = 7 << 20  # where the lists lie
+
+
+@pytest.fixture
+def masked(cuda, monkeypatch):
+    """`cuda`, which also notes (config, ListParams) of each launch that makes lists, and the sizes of these."""
+    cuda.lists, cuda.sizes = [], []
+
+    def empty(size, device):
+        cuda.sizes.append(size)
+        return OnDevice(torch.empty(size, device="meta"), LISTS)
+
+    def launch(config, function, arguments, extra):
+        if config._obj.block[0] == masks.THREADS:
+            (params,) = (ctypes.c_uint64 * 1).from_address(arguments.value)
+            copied = masks.ListParams.from_buffer_copy(ctypes.string_at(params, ctypes.sizeof(masks.ListParams)))
+            cuda.lists.append((driver.LaunchConfig.from_buffer_copy(config._obj), copied))
+            return 0
+        return FakeDriver.do_cuLaunchKernelEx(cuda, config, function, arguments, extra)
+
+    monkeypatch.setattr(masks, "_empty", empty)
+    cuda.do_cuLaunchKernelEx = launch
+    return cuda
+
+
+def bool_mask(*shape, address=3 << 20):
+    return OnDevice(torch.empty(shape, dtype=torch.bool, device="meta"), address)
+
+
+def mask_strides(params):
+    return [getattr(params, f"stride_{name}") for name in ("batch", "head", "row", "key")]
+
+
+def list_strides(params):
+    return [getattr(params, f"list_stride_{name}") for name in ("batch", "head", "tile")]
+
+
+def test_parameters_of_a_launch_with_a_mask(masked):
+    mask = bool_mask(2, 1, 304, 512)
+    call(seqlen_q=304, seqlen_k=512, head_dim=128, mask=mask)
+    _, params = launched(masked)
+    tile = tiles.choose_masked(128, 128, False)
+    q_tiles, length = math.ceil(304 / tile.block_m), 2 + 512 // tile.block_n
+    ((config, lists),) = masked.lists
+    for found in (params.mask, lists.mask):
+        assert (found.mask, found.lists) == (mask.data_ptr(), LISTS)
+        assert mask_strides(found) == [304 * 512, 0, 512, 1]
+        assert list_strides(found) == [q_tiles * length, 0, length]
+        assert found.access == masks.ALIGNED
+    assert params.counters > 0 and params.q_tiles == q_tiles
+    assert (lists.mask_heads, lists.mask_rows, lists.seqlen_k, lists.q_tiles) == (1, 304, 512, q_tiles)
+    # One block for each list, a byte of shared memory for every 16 keys, and room for all lists.
+    assert list(config.grid) == [2 * q_tiles, 1, 1] and config.shared_bytes == 32 and config.stream == 77
+    assert masked.sizes == [2 * q_tiles * length]
+    defines = masked.compiled[-1].defines
+    assert (defines["MASKED"], defines["IS_CAUSAL"], defines["BLOCK_M"]) == (1, 0, tile.block_m)
+
+
+def test_a_launch_without_a_mask_knows_nothing_of_one(masked):
+    call()
+    _, params = launched(masked)
+    assert params.mask.mask is None and params.mask.lists is None
+    assert masked.compiled[-1].defines["MASKED"] == 0
+    assert not masked.lists
+
+
+@pytest.mark.parametrize(
+    ("seqlen_k", "change", "address", "access"),
+    [
+        (512, lambda m: m, 0, masks.ALIGNED),
+        (500, lambda m: m, 0, masks.DENSE),  # the last 16 keys would reach past a row
+        (512, lambda m: m, 1, masks.DENSE),
+        (512, lambda m: m, 16, masks.ALIGNED),
+        (512, lambda m: m.expand(2, 4, 300, 512), 0, masks.ALIGNED),
+        (512, lambda m: torch.empty(2, 1, 300, 528, dtype=m.dtype, device="meta")[..., :512], 0, masks.ALIGNED),
+        (512, lambda m: torch.empty(2, 1, 300, 520, dtype=m.dtype, device="meta")[..., :512], 0, masks.DENSE),
+        (512, lambda m: torch.empty(2, 1, 512, 300, dtype=m.dtype, device="meta").mT, 0, masks.STRIDED),
+        (512, lambda m: torch.empty(2, 1, 300, 1024, dtype=m.dtype, device="meta")[..., ::2], 0, masks.STRIDED),
+        (512, lambda m: m[..., :1], 0, masks.STRIDED),  # one element for all keys
+    ],
+)
+def test_how_a_row_of_the_mask_is_read(masked, seqlen_k, change, address, access):
+    mask = change(torch.empty(2, 1, 300, seqlen_k, dtype=torch.bool, device="meta"))
+    call(seqlen_k=seqlen_k, mask=OnDevice(mask, (3 << 20) + address))
+    _, params = launched(masked)
+    assert params.mask.access == access
+    assert params.mask.stride_key == (0 if mask.size(3) == 1 else mask.stride(3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expand", "lists"),
+    [
+        ((2, 4, 300, 500), None, 2 * 4 * 3),
+        ((1, 1, 300, 500), None, 3),
+        ((1, 4, 300, 500), None, 4 * 3),
+        ((2, 1, 1, 500), None, 2),
+        ((1, 1, 1, 1), None, 1),
+        ((2, 1, 300, 500), (2, 4, 300, 500), 2 * 3),
+        ((1, 1, 1, 500), (2, 4, 300, 500), 1),
+    ],
+)
+def test_lists_are_made_for_what_the_mask_does_not_share(masked, shape, expand, lists):
+    mask = torch.empty(shape, dtype=torch.bool, device="meta")
+    call(head_dim=128, mask=OnDevice(mask if expand is None else mask.expand(expand), 3 << 20))
+    params = launched(masked)[1].mask
+    tile = tiles.choose_masked(128, 128, shape[2] == 1)
+    assert masked.compiled[-1].defines["BLOCK_N"] == tile.block_n
+    length = 2 + math.ceil(500 / tile.block_n)
+    assert masked.sizes == [lists * length]
+    config, made = masked.lists[0]
+    assert config.grid[0] == lists
+    assert made.q_tiles * made.mask_heads * (2 if shape[0] == 2 else 1) == lists
+    rows = [3 if size == 300 else size for size in shape[:3]]
+    steps = [rows[1] * rows[2] * length, rows[2] * length, length]
+    assert list_strides(params) == [step if size > 1 else 0 for step, size in zip(steps, shape)]
+
+
+def test_the_next_mask_patches_pointers_alone_unless_its_alignment_differs(masked):
+    call(mask=bool_mask(2, 1, 300, 500))
+    before = len(masked.calls)
+    call(mask=bool_mask(2, 1, 300, 500, address=5 << 20))
+    assert masked.calls[before:] == ["cuLaunchKernelEx"] * 2
+    assert launched(masked)[1].mask.mask == masked.lists[-1][1].mask.mask == 5 << 20
+    assert len(forward._plans) == 1
+    call(mask=bool_mask(2, 1, 300, 500, address=(5 << 20) + 4))
+    call(mask=bool_mask(1, 1, 300, 500))
+    call(mask=bool_mask(2, 4, 300, 500))
+    call()
+    assert len(forward._plans) == 5
+
+
+def test_masks_that_the_kernel_does_not_take(masked):
+    tensors = [OnDevice(torch.empty(1, 1, 64, 64, dtype=torch.float16, device="meta"), i << 20) for i in range(1, 5)]
+    query, key, value, out = tensors
+    with pytest.raises(KernelUnavailable, match="bool masks alone, without is_causal"):
+        forward.forward(query, key, value, True, 1.0, out, None, bool_mask(1, 1, 64, 64))
+    numbers = OnDevice(torch.empty(1, 1, 64, 64, dtype=torch.float16, device="meta"), 5 << 20)
+    with pytest.raises(KernelUnavailable, match="bool masks alone"):
+        forward.forward(query, key, value, False, 1.0, out, None, numbers)
+    assert "cuLaunchKernelEx" not in masked.calls
+
+
+def test_lists_that_cannot_be_launched_are_a_kernel_unavailable(masked):
+    masked.failures["cuLaunchKernelEx"] = [701]
+    with pytest.raises(KernelUnavailable, match="cuLaunchKernelEx"):
+        call(mask=bool_mask(2, 1, 300, 500))
+    call(mask=bool_mask(2, 1, 300, 500))
+
+
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+def test_masked_tiles_are_made_of_whole_pieces(head_dim):
+    for tile in tiles.masked_variants(head_dim, head_dim):
+        spec = forward.Specialisation(head_dim, head_dim, False, True, True, tile, is_masked=True)
+        assert spec.shared_bytes <= 227 << 10
+        # Bits enough, too, for the keys of a row in one word of the kernel's.
+        assert tile.block_n % masks.PIECE == 0 and tile.block_n <= 128

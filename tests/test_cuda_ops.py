@@ -26,12 +26,13 @@ def qkv():
 @pytest.fixture
 def kernels(monkeypatch):
     """Kernels that only say that they were called; `failure`: what the Hopper kernels raise."""
-    found = SimpleNamespace(calls=[], failure=None, plans=0)
+    found = SimpleNamespace(calls=[], failure=None, plans=0, mask=None)
 
-    def hopper(query, key, value, is_causal, scale, out, logsumexp):
+    def hopper(query, key, value, is_causal, scale, out, logsumexp, mask=None):
         if found.failure:
             raise found.failure
         found.calls.append("cuda")
+        found.mask = mask
         out.fill_(1.0)
 
     def plan(*arguments):
@@ -70,10 +71,22 @@ def test_misaligned_addresses_run_on_triton(kernels, qkv, position):
     assert kernels.calls == ["triton"]
 
 
-def test_masks_and_dropout_run_on_triton(kernels, qkv):
-    ops._attention_cuda(*qkv, torch.ones(5, 5, dtype=torch.bool), None, 0.0, False, 0.3, "query", "cuda")
+def test_masks_of_numbers_and_dropout_run_on_triton(kernels, qkv):
+    ops._attention_cuda(*qkv, torch.ones(5, 5), None, 0.0, False, 0.3, "query", "cuda")
     ops._attention_cuda(*qkv, None, torch.zeros(1, dtype=torch.int64), 0.5, False, 0.3, "query", "cuda")
-    assert kernels.calls == ["triton", "triton"]
+    seen = torch.ones(5, 5, dtype=torch.bool)
+    ops._attention_cuda(*qkv, seen, torch.zeros(1, dtype=torch.int64), 0.5, False, 0.3, "query", "cuda")
+    ops._attention_cuda(*qkv, seen, None, 0.0, True, 0.3, "query", "cuda")
+    assert kernels.calls == ["triton"] * 4
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (2, 1, 5), (1, 1, 1, 5)])
+def test_bool_masks_arrive_with_four_dimensions_and_unexpanded(kernels, qkv, shape):
+    seen = torch.rand(shape) < 0.5
+    ops._attention_cuda(*qkv, seen, None, 0.0, False, 0.3, "query", "cuda")
+    assert kernels.calls == ["cuda"]
+    assert kernels.mask.shape == (1,) * (4 - len(shape)) + shape
+    assert kernels.mask.data_ptr() == seen.data_ptr()
 
 
 def test_empty_calls_run_nothing(kernels, qkv):
@@ -119,6 +132,8 @@ def test_inference_passes_on_what_its_plan_is_not_made_for(kernels, qkv):
     torch.testing.assert_close(out, F.scaled_dot_product_attention(*qkv))
     torch.testing.assert_close(logsumexp, torch.logsumexp(query @ key.mT / 4.0, -1))
     assert run(query[:, :, :0], key, value).shape == (1, 2, 0, 16)
+    seen = torch.rand(5, 5) < 0.7
+    torch.testing.assert_close(run(*qkv, seen), ops.reference.attention(*qkv, seen, 0.0, False, 0.25))
     with torch.autograd.profiler.profile() as profile:  # a profiler wants to see the operator
         run(*qkv)
     assert "flashbackend::attention" in {event.name for event in profile.function_events}

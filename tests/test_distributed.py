@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -15,13 +18,40 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
 EAGER = "ddp,fsdp,tensor_parallel,sharded_calls,context_parallel"
 
 
+class Ranks:
+    """Programs on so many ranks, in processes that run from here on."""
+
+    def __init__(self, names, ranks, device="cpu"):
+        self.names = names
+        self.output = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed by finish()
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(ROOT / "tests" / "distributed_programs.py"), names, str(ranks), device]
+        # A group of its own, so that its ranks end with it.
+        self.process = subprocess.Popen(
+            command, stdout=self.output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+
+    def finish(self, timeout):
+        """Wait, and fail with what they said if one of them failed."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = f"still running after {timeout} s"
+        self.kill()
+        self.output.seek(0)
+        text = self.output.read()
+        self.output.close()
+        assert code == 0 and f"ran {self.names}" in text, f"{code}\n{text[-8000:]}"
+
+    def kill(self):
+        """End those that are left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
 def launch(names, ranks, device="cpu", timeout=240):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "distributed_programs.py"), names, str(ranks), device],
-        capture_output=True, text=True, timeout=timeout, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0 and f"ran {names}" in done.stdout, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    Ranks(names, ranks, device).finish(timeout)
 
 
 def test_two_ranks():

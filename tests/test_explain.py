@@ -37,7 +37,7 @@ query [2, 16, 4096, 128] bfloat16, attn_mask [2, 1, 4096, 4096] bool on NVIDIA H
 
 backend | takes it | why
 --------+----------+-----------------------------------------
-cuda    | no       | attn_mask is not supported by the cuda backend
+cuda    | no       | no measurements for NVIDIA H200
 triton  | yes      | stock would run cuDNN, which answers a fully masked row with the mean of value instead of zeros
 math    | could    | not asked: torch_flashbackend.sdpa_backend("math") does
 stock   | could    | triton comes first

@@ -235,6 +235,22 @@ def test_rows_of_one_backend_say_nothing_about_the_other(install):
     assert chosen(is_causal=True) == ("stock", "unmeasured")
 
 
+def test_masks_that_stock_gets_wrong_run_on_the_faster_of_our_backends(install):
+    wrong = "stock is wrong: mask in cuDNN"
+    install(row(1.2, case="bool_mask"))
+    assert chosen(mask="bool") == ("triton", wrong)
+    assert decide(on_hopper(mask="bool")).rejected[0][:2] == ("cuda", "policy")
+    install(row(2.0, case="bool_mask", backend="cuda"), row(1.2, case="bool_mask"))
+    assert chosen(mask="bool") == ("cuda", wrong)
+    assert chosen(mask="bool", training=True)[0] == "triton"  # its training is not measured
+    install(row(1.2, case="bool_mask", backend="cuda"), row(2.0, case="bool_mask"))
+    assert chosen(mask="bool") == ("triton", wrong)
+    install(row(0.8, case="bool_mask", backend="cuda"), row(0.7, case="bool_mask"))
+    assert chosen(mask="bool") == ("cuda", wrong)  # stock must not have it
+    install()
+    assert chosen(mask="bool") == ("triton", wrong)
+
+
 def test_a_backend_that_does_not_take_the_call_has_no_say(install):
     install(row(3.0, backend="cuda", case="dropout"), row(1.5, case="dropout"))
     assert chosen(dropout_p=0.1) == ("triton", "measured faster: dropout")

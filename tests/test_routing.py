@@ -201,7 +201,8 @@ scale: scale nan is not a finite number""",  # noqa: E501
                     problem(gpu="Unknown", architecture="sm_100"),
                     changed(dense, no_compiler="the package cuda-bindings is not installed"),
                     problem(dtype=torch.float32),
-                    problem(mask="bool"),
+                    problem(mask="float"),
+                    problem(mask="bool", is_causal=True),
                     problem(dropout_p=0.1),
                     problem(scale=-1.0),
                     problem(scale=0.0),
@@ -229,7 +230,8 @@ architecture: AMD Instinct MI300X is gfx942; the cuda backend needs compute capa
 architecture: Unknown is sm_100; the cuda backend needs compute capability 9.0 (sm_90: H100, H200, H20, GH200)
 compiler: the cuda backend's kernels cannot be compiled here: the package cuda-bindings is not installed
 dtype: float32 is not supported by the cuda backend (float16, bfloat16)
-attn_mask: attn_mask is not supported by the cuda backend
+attn_mask: attn_mask is bfloat16; the cuda backend takes bool masks
+mask and is_causal: attn_mask is given together with is_causal=True, which is stock's to judge
 dropout: dropout_p 0.1 is not supported by the cuda backend (0)
 positive scale: scale -1.0 is not supported by the cuda backend (a positive number)
 positive scale: scale 0.0 is not supported by the cuda backend (a positive number)
@@ -257,6 +259,7 @@ policy: no measurements for NVIDIA H200""",  # noqa: E501
         for head_dim in range(8, 257, 8):
             self.assertTrue(takes(problem((2, 16, 4096, head_dim))))
         self.assertTrue(takes(problem(dtype=torch.float16, training=True, is_causal=True, scale=0.3)))
+        self.assertTrue(takes(problem(mask="bool", training=True)))
         self.assertTrue(takes(problem((1, 1, 1, 128), seqlen_k=1000, is_causal=True)))
         self.assertTrue(takes(problem((1, 1, 16, 128), seqlen_k=2**18)))
         self.assertTrue(takes(problem((2, 16, 64, 192), head_dim_v=128)))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.triton import attention, launch
 
 
@@ -116,3 +119,52 @@ def test_which_kernel_runs(launched, queries, logsumexp):
     statistics = torch.empty(1, 2, queries) if logsumexp else None
     attention.forward(query, key, key, None, None, 0.0, False, 1.0, torch.empty_like(query), statistics, False)
     assert launched[0][0] == ("attention_decode" if queries <= 16 and not logsumexp else "attention_forward")
+
+
+@pytest.fixture
+def on_a_gpu_without_a_compiler(monkeypatch):
+    """Calls on a CPU are compiled for a GPU that is not there."""
+    from triton.backends.compiler import GPUTarget
+
+    monkeypatch.setattr(launch, "device_target", lambda device: GPUTarget("cuda", 80, 32))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "_loaded", {})
+    attention._plans.clear()
+    yield
+    attention._plans.clear()
+
+
+def forward():
+    query, key, value, out = (torch.empty(1, 2, 40, 64, dtype=torch.bfloat16) for _ in range(4))
+    attention.forward(query, key, value, None, None, 0.0, False, 0.125, out, None, False)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("ptxas died"), OSError(28, "No space left on device")], ids=str)
+def test_what_triton_cannot_compile_is_a_kernel_unavailable(on_a_gpu_without_a_compiler, monkeypatch, error):
+    def broken(*arguments):
+        raise error
+
+    monkeypatch.setattr(launch, "compile_kernel", broken)
+    with pytest.raises(KernelUnavailable, match=r"ptxas died|No space left"):
+        forward()
+
+
+def test_no_folder_for_tritons_cache_is_a_kernel_unavailable(on_a_gpu_without_a_compiler, monkeypatch, tmp_path):
+    """Triton writes what it compiles to its cache, and cannot do without: a home that is read-only, say."""
+    from triton import knobs
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "file" / "cache"))
+    with pytest.raises(KernelUnavailable, match="Not a directory"):
+        forward()
+
+
+def test_no_memory_to_load_a_kernel_is_said_as_such(on_a_gpu_without_a_compiler, monkeypatch):
+    """It may be there the next time, so it is no KernelUnavailable, after which nobody asks again."""
+
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(launch, "compile_kernel", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        forward()

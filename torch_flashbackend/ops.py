@@ -13,7 +13,8 @@ kernel hooks, ``selection`` and ``attention``. All operators are rank 4: query [
 ``layout`` is the memory order of out: "query" (that of the query), "bshd" or "bhsd". ``dropout_seed`` int64 [1] goes
 with a positive dropout_p. ``backend`` says whose kernels run on CUDA: "triton", or "cuda", the Hopper kernels, in whose
 place Triton's run where a call is not theirs: an address that is no multiple of 16 bytes (a compiled graph is not
-traced again for it), another GPU than the one that the graph was made for. On CPU and MPS the math path runs.
+traced again for it), another GPU than the one that the graph was made for, the backward of a call with a mask. On CPU
+and MPS the math path runs.
 """
 
 from __future__ import annotations
@@ -121,11 +122,16 @@ def _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_caus
         if logsumexp is not None:
             logsumexp.fill_(-float("inf"))
         return out.zero_()
-    if backend == "cuda" and attn_mask is None and dropout_p == 0.0 and _hopper().aligned(query, key, value):
-        _hopper().forward(query, key, value, is_causal, scale, out, logsumexp)
+    mask = _mask_as_rank_4(attn_mask)
+    if (
+        backend == "cuda"
+        and (mask is None or (mask.dtype == torch.bool and not is_causal))
+        and dropout_p == 0.0
+        and _hopper().aligned(query, key, value)
+    ):
+        _hopper().forward(query, key, value, is_causal, scale, out, logsumexp, mask)
         return out
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
-    mask = _mask_as_rank_4(attn_mask)
     _kernels().forward(
         query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32
     )  # fmt: skip
@@ -481,7 +487,8 @@ def run(
 class HopperInference:
     """`run` on the "cuda" backend for calls that differ in nothing but addresses and scale and need no gradient.
 
-    It keeps the plan of the last call, which saves looking it up: 2 us of some 12.
+    It keeps the plan of the last call, which saves looking it up: 2 us of some 12. Calls with a mask go through `run`:
+    their plan depends on the mask's address too.
     """
 
     __slots__ = ("_last",)
@@ -505,7 +512,7 @@ class HopperInference:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `run`."""
         last = self._last
-        if return_lse or not _torch.unobserved(query):
+        if return_lse or attn_mask is not None or not _torch.unobserved(query):
             return run(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, backend="cuda",
                 return_lse=return_lse,

@@ -123,9 +123,29 @@ def judge(problem: Problem, backend: str) -> Verdict:
     # Whatever the special kernels can run, the portable ones can too.
     other = _judge_all(problem, PORTABLE, measured)
     if other.take and other.ratio > MARGIN * verdict.ratio:
-        message = f"{verdict.message}; {PORTABLE} is faster: {other.message}"
-        return Verdict(False, f"measured slower than {PORTABLE}", message, verdict.ratio)
+        return _slower_than_portable(verdict, other)
     return verdict
+
+
+def not_the_fastest_of_ours(problem: Problem, backend: str) -> Verdict | None:
+    """Why a call that stock must not have is not for these kernels of ours; None: they are the ones to run it.
+
+    The portable kernels run what nobody has measured.
+    """
+    if backend != SPECIAL or judge(problem, backend).take:
+        return None
+    measured = policy_for(problem)
+    verdict, other = (_judge_all(problem, name, measured) for name in (SPECIAL, PORTABLE))
+    if math.isnan(verdict.ratio):
+        return Verdict(False, verdict.reason, verdict.message)
+    if other.ratio > MARGIN * verdict.ratio:
+        return _slower_than_portable(verdict, other)
+    return None
+
+
+def _slower_than_portable(verdict: Verdict, other: Verdict) -> Verdict:
+    message = f"{verdict.message}; {PORTABLE} is faster: {other.message}"
+    return Verdict(False, f"measured slower than {PORTABLE}", message, verdict.ratio)
 
 
 def _judge_all(problem: Problem, backend: str, measured: Policy | None) -> Verdict:

@@ -145,7 +145,8 @@ def dropout_keep(seed: Tensor, shape: tuple[int, ...], dropout_p: float) -> Tens
     """Which probabilities [B, H, Sq, Sk] the kernels' generator keeps, bit for bit (``kernels/triton/common.py``)."""
     batch, heads, seqlen_q, seqlen_k = shape
     head = torch.arange(batch * heads, device=seed.device)
-    rows = _random_keys(seed, head[:, None], torch.arange(seqlen_q, device=seed.device)[None, :], 0)
+    queries = torch.arange(seqlen_q, device=seed.device)
+    rows = _random_keys(seed, head[:, None], (queries & ~8)[None, :], 0)
     columns = _random_keys(seed, head[:, None], torch.arange(seqlen_k, device=seed.device)[None, :], 1)
     bits = rows[:, :, None] ^ columns[:, None, :]
     bits = bits ^ (bits >> 16)
@@ -153,8 +154,9 @@ def dropout_keep(seed: Tensor, shape: tuple[int, ...], dropout_p: float) -> Tens
     bits = bits ^ (bits >> 13)
     bits = (bits * 0xC2B2AE35) & _UINT32
     bits = bits ^ (bits >> 16)
-    threshold = min(round(dropout_p * 2**32), 2**32 - 1)
-    return (bits >= threshold).view(batch, heads, seqlen_q, seqlen_k)
+    half = torch.where((queries & 8 > 0)[:, None], bits >> 16, bits & 0xFFFF)
+    threshold = min(round(dropout_p * 2**16), 2**16 - 1)
+    return (half >= threshold).view(batch, heads, seqlen_q, seqlen_k)
 
 
 def _random_keys(seed: Tensor, head: Tensor, index: Tensor, stream: int) -> Tensor:

@@ -125,7 +125,9 @@ def worth(problem: Problem, backend: str) -> Verdict:
     """Is a call that a kernel could take worth taking? Yes if stock fails at it or if it is measured to be faster."""
     for rule in STOCK_FAILS:
         if rule.applies(problem):
-            return Verdict(True, rule.reason, rule.message(problem))
+            # A call with a mask is ours then, and a matter among our kernels.
+            slower = policy.not_the_fastest_of_ours(problem, backend) if problem.mask is not None else None
+            return Verdict(True, rule.reason, rule.message(problem)) if slower is None else slower
     if _empty(problem):
         return Verdict(False, "nothing to compute", f"query {describe_shape(problem.query_shape)} is empty")
     return policy.judge(problem, backend)
@@ -422,7 +424,11 @@ CUDA = Backend(
             lambda p: p.query_dtype in HALF_TYPES,
             lambda p: f"{_name(p.query_dtype)} is not supported by the cuda backend (float16, bfloat16)",
         ),
-        Constraint("attn_mask", lambda p: p.mask is None, lambda p: "attn_mask is not supported by the cuda backend"),
+        Constraint(
+            "attn_mask",
+            lambda p: p.mask is None or p.mask.dtype == torch.bool,
+            lambda p: f"attn_mask is {_name(_mask(p).dtype)}; the cuda backend takes bool masks",
+        ),
         Constraint(
             "packed",
             lambda p: not p.packed,

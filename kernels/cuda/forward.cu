@@ -13,13 +13,21 @@
 // masks come first. S, P and out stay in registers. Dao et al., FlashAttention-2 (2023) and Shah et al.,
 // FlashAttention-3 (2024) describe the method; softmax.cuh says why there is no maximum in the loop.
 //
+// With a bool mask (MASKED) the key tiles to visit are those of a list (mask.cuh), which the loading warp reads ahead:
+// first those that all rows see whole, so that the first one gives every row a maximum, then the mixed ones, each with
+// the mask and its own maximum. The number of a key tile travels in shared memory beside it.
+//
 // Shared memory: Q_STAGES query tiles, STAGES key and STAGES value tiles, each a row of boxes of 64 columns (tma.cuh).
 // With a single query buffer (head_dim above 192) outputs go from registers to global memory.
 // Registers: BLOCK_N / 2 + BLOCK_N / 4 + HEAD_DIM_V / 2 for S, P and out, of 232 with two consumers and 160 with three.
 //
 // Defined by the host (forward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, BLOCK_N, STAGES, Q_STAGES,
-// IS_CAUSAL, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
+// IS_CAUSAL, MASKED, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
 #include "barrier.cuh"
+#include "mask.cuh"
+#if MASKED
+#include "mask_lists.cuh"
+#endif
 #include "softmax.cuh"
 #include "wgmma.cuh"
 #include "wgmma_instructions.cuh"
@@ -28,11 +36,12 @@
 struct ForwardParams {
   void* out;         // [batch, num_heads, seqlen_q, head_dim_v], last stride 1
   float* logsumexp;  // [batch, num_heads, seqlen_q] contiguous
-  int* counters;     // causal only: tiles handed out after each block's first, blocks done; both zero between launches
+  int* counters;     // if COUNTED: tiles handed out after each block's first, blocks done; both zero between launches
   int64_t out_stride_batch, out_stride_head, out_stride_row;  // elements
   int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim_v;
   int num_tiles, q_tiles, heads_per_group;
   float softmax_scale_log2;
+  MaskParams mask;  // if MASKED
 };
 
 constexpr int CONSUMERS = BLOCK_M / 64;
@@ -41,6 +50,11 @@ constexpr int THREADS = 128 * (CONSUMERS + 1);
 static_assert(!IS_CAUSAL || ceil_div(BLOCK_M - 64, BLOCK_N) < STAGES);
 // So the diagonal of a warpgroup's 64 rows lies within one key tile.
 static_assert(!IS_CAUSAL || BLOCK_N % 64 == 0);
+static_assert(!(IS_CAUSAL && MASKED));
+// In the pieces that lists are made of, and as many keys as one word has bits for.
+static_assert(!MASKED || (BLOCK_N % 16 == 0 && BLOCK_N <= 128));
+// Query tiles differ in length, so that a counter hands them out.
+constexpr bool COUNTED = IS_CAUSAL || MASKED;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 // With two query buffers the output leaves through its query's; a single one is needed for the next query before.
@@ -49,7 +63,7 @@ constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 
-// What the producer tells the consumers about a tile.
+// What the producer tells the consumers about a tile. key_tiles: how many to visit; with a mask KeyList::counts().
 struct Tile {
   int first_row, head, batch, key_tiles;
 };
@@ -71,6 +85,8 @@ struct Shared {
   __device__ uint32_t k_empty(int stage) const { return barrier(2 * Q_STAGES + STAGES + stage); }
   __device__ uint32_t v_full(int stage) const { return barrier(2 * Q_STAGES + 2 * STAGES + stage); }
   __device__ uint32_t v_empty(int stage) const { return barrier(2 * Q_STAGES + 3 * STAGES + stage); }
+  // The number of the key tile in this stage, with a mask.
+  __device__ uint32_t number(int stage) const { return barrier(3 * Q_STAGES + 4 * STAGES) + 4 * stage; }
 };
 
 // Hands tiles to blocks: the first by block number; then, where all tiles are equal, every gridDim-th, and otherwise
@@ -80,7 +96,7 @@ struct Scheduler {
 
   __device__ explicit Scheduler(const ForwardParams& params) : index(blockIdx.x), next(ask(params)) {}
   __device__ __forceinline__ int ask(const ForwardParams& params) {
-    return IS_CAUSAL ? gridDim.x + atomicAdd(params.counters, 1) : index + gridDim.x;
+    return COUNTED ? gridDim.x + atomicAdd(params.counters, 1) : index + gridDim.x;
   }
   __device__ __forceinline__ void advance(const ForwardParams& params) {
     index = next;
@@ -88,7 +104,7 @@ struct Scheduler {
   }
   // The last block leaves the counters as it found them.
   __device__ __forceinline__ void finish(const ForwardParams& params) {
-    if (IS_CAUSAL && atomicAdd(params.counters + 1, 1) == gridDim.x - 1) {
+    if (COUNTED && atomicAdd(params.counters + 1, 1) == gridDim.x - 1) {
       params.counters[0] = 0;
       params.counters[1] = 0;
     }
@@ -96,10 +112,11 @@ struct Scheduler {
 };
 
 // Causal: heads come in groups whose keys and values stay in L2 together, and within a group the longest tiles of all
-// heads come first. Full: the tiles of one head follow each other.
+// heads come first; nobody knows which are the longest with a mask, but most masks are causal. Full: the tiles of one
+// head follow each other.
 __device__ __forceinline__ Tile tile_at(int index, const ForwardParams& params) {
   int head, q_tile;
-  if (IS_CAUSAL) {
+  if (COUNTED) {
     const int group_tiles = params.heads_per_group * params.q_tiles;
     const int group = index / group_tiles, within = index % group_tiles;
     const int first = group * params.heads_per_group;
@@ -147,7 +164,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
   const int queries_per_kv = params.num_heads / params.num_kv_heads;
   Scheduler scheduler(params);
   for (; scheduler.index < params.num_tiles; scheduler.advance(params)) {
-    const Tile tile = tile_at(scheduler.index, params);
+    Tile tile = tile_at(scheduler.index, params);
     const int kv_head = tile.head / queries_per_kv;
 
     const auto load_query = [&] {
@@ -159,6 +176,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
     };
     const auto load_key = [&](int j) {
       barrier_wait(shared.k_empty(k.stage), k.phase ^ 1);
+      if (MASKED) write_word(shared.number(k.stage), j);
       load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key + k.stage * K_BYTES, shared.k_full(k.stage), j * BLOCK_N,
                                    kv_head, tile.batch);
       k.advance();
@@ -171,15 +189,34 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
     };
 
     // The order in which the consumers need them; a single query buffer is free later than the first key buffer.
-    if (Q_STAGES > 1) load_query();
-    load_key(tile.key_tiles - 1);
-    if (Q_STAGES == 1) load_query();
-#pragma unroll 1
-    for (int j = tile.key_tiles - 2; j >= 0; --j) {
+    if constexpr (MASKED) {
+      const KeyList list(params.mask, tile.batch, tile.head, tile.first_row / BLOCK_M);
+      tile.key_tiles = list.counts();
+      // Numbers are read one ahead.
+      int j = list[0], next = list[1];
+      if (Q_STAGES > 1) load_query();
       load_key(j);
-      load_value(j + 1);
+      if (Q_STAGES == 1) load_query();
+#pragma unroll 1
+      for (int position = 1; position < list.visited; ++position) {
+        const int before = j;
+        j = next;
+        next = list[position + 1];
+        load_key(j);
+        load_value(before);
+      }
+      load_value(j);
+    } else {
+      if (Q_STAGES > 1) load_query();
+      load_key(tile.key_tiles - 1);
+      if (Q_STAGES == 1) load_query();
+#pragma unroll 1
+      for (int j = tile.key_tiles - 2; j >= 0; --j) {
+        load_key(j);
+        load_value(j + 1);
+      }
+      load_value(0);
     }
-    load_value(0);
   }
   scheduler.finish(params);
   // A tile without keys ends the consumers.
@@ -328,17 +365,29 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   uint32_t probabilities[BLOCK_N / 4];
   Softmax softmax;
   softmax.reset();
-  uint32_t query;           // descriptor of this warpgroup's rows
-  int j;                    // the current key tile
-  int tile_row;             // first row of the tile
-  bool accumulate = false;  // true once `out` holds a product of this query tile
+  uint32_t query;            // descriptor of this warpgroup's rows
+  int j;                     // the current key tile; with a mask, how many full ones are left to visit
+  int mixed_left;            // how many mixed ones are left, with a mask
+  bool first_mixed;          // does the query tile begin with a mixed one?
+  const uint8_t* mask_rows;  // the mask of the tile's batch and head
+  int tile_row;              // first row of the tile
+  bool accumulate = false;   // true once `out` holds a product of this query tile
 
   // Reads the next query tile, and passes over key tiles that none of the warpgroup's rows sees.
   const auto begin_tile = [&] {
     barrier_wait(shared.q_full(q.stage), q.phase);
     const Tile tile = warp_read_tile(shared.tiles + q.stage * sizeof(Tile));
-    j = tile.key_tiles - 1;
-    if (j < 0) return false;
+    if (MASKED) {
+      if (tile.key_tiles == 0) return false;
+      j = tile.key_tiles >> 16;
+      mixed_left = (tile.key_tiles & 0xFFFF) - j;
+      first_mixed = j == 0;
+      if (first_mixed) --mixed_left;
+      mask_rows = params.mask.mask + tile.batch * params.mask.stride_batch + tile.head * params.mask.stride_head;
+    } else {
+      j = tile.key_tiles - 1;
+      if (j < 0) return false;
+    }
     tile_row = tile.first_row;
     const int first_row = tile_row + 64 * warpgroup;
     query = descriptor(shared.query + q.stage * Q_BYTES + warpgroup * 64 * BOX_ROW_BYTES, 0);
@@ -371,6 +420,13 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
          threadIdx.x % 4);
   };
 
+  // What these rows see of the mixed key tile in the current stage. Begins the loads: best before a wait for products.
+  const auto read_mask = [&] {
+    const int first_key = uniform(read_word(shared.number(k.stage))) * BLOCK_N;
+    return Seen<BLOCK_N>(params.mask, mask_rows, tile_row + row_of_thread(), first_key, params.seqlen_q,
+                         params.seqlen_k);
+  };
+
   // One key tile that is not its query tile's first.
   const auto step = [&] {
     barrier_wait(shared.k_full(k.stage), k.phase);
@@ -401,18 +457,62 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     release(shared.k_empty(k.stage));
     k.advance();
   };
-  // Softmax of a query tile's first key tile.
-  const auto first_softmax = [&] {
+  // The same for a mixed one. Rows may have seen no key before, or see none here, so that the maximum is taken.
+  const auto mixed_step = [&] {
+    barrier_wait(shared.k_full(k.stage), k.phase);
+    take_turn();
+    issue_scores();
+    const Ring<STAGES> v = k.previous();
+    barrier_wait(shared.v_full(v.stage), v.phase);
+    issue_out(v.stage);
+    pass_turn();
+    accumulate = true;
+    const auto seen = read_mask();
+    wgmma_wait<1>();
     release(shared.k_empty(k.stage));
     k.advance();
-    // Only this tile can hold keys that some rows see and others do not, or the end of the keys.
-    if (IS_CAUSAL || (j + 1) * BLOCK_N > params.seqlen_k) mask_scores();
+    seen.hide(scores);
+    float rescale[2];
+    softmax.restart(scores, scale_log2, rescale);
+    wgmma_wait<0>();
+    release(shared.v_empty(v.stage));
+    if (__any_sync(0xFFFFFFFF, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM_V / 2; ++i) out[i] *= rescale[i / 2 % 2];
+    }
+    pack_probabilities(probabilities, scores);
+  };
+  // Softmax of a query tile's first key tile, which `wait` waits for.
+  const auto first_softmax = [&](auto wait) {
+    if constexpr (MASKED) {
+      if (first_mixed) {
+        const auto seen = read_mask();
+        wait();
+        seen.hide(scores);
+      } else {
+        wait();
+        --j;
+      }
+      release(shared.k_empty(k.stage));
+      k.advance();
+    } else {
+      wait();
+      release(shared.k_empty(k.stage));
+      k.advance();
+      // Only this tile can hold keys that some rows see and others do not, or the end of the keys.
+      if (IS_CAUSAL || (j + 1) * BLOCK_N > params.seqlen_k) mask_scores();
+    }
     float rescale[2];
     softmax.reset();
     softmax.restart(scores, scale_log2, rescale);
   };
 
   const auto send = [&](const float (&inverse)[2], int q_stage, const Tile& tile) {
+    // A row that sees no key is zeros, whatever the values in the tiles that other rows see.
+    if (MASKED && __any_sync(0xFFFFFFFF, inverse[0] == 0.0f || inverse[1] == 0.0f)) {
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM_V / 2; ++i) out[i] = inverse[i / 2 % 2] == 0.0f ? 0.0f : out[i];
+    }
     if constexpr (STAGE_OUT) {
       stage_out(out, inverse, shared.query + q_stage * Q_BYTES, row_of_warp());
       __syncwarp();
@@ -426,11 +526,15 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   if (!begin_tile()) return;
   barrier_wait(shared.k_full(k.stage), k.phase);
   issue_scores();
-  wgmma_wait<0>();
-  first_softmax();
+  first_softmax([] { wgmma_wait<0>(); });
   pack_probabilities(probabilities, scores);
   for (;;) {
-    for (--j; j >= 0; --j) step();
+    if constexpr (MASKED) {
+      for (; j > 0; --j) step();
+      for (; mixed_left > 0; --mixed_left) mixed_step();
+    } else {
+      for (--j; j >= 0; --j) step();
+    }
 
     // The last product of this query tile runs beside the first one of the next.
     const Tile tile = warp_read_tile(shared.tiles + q.stage * sizeof(Tile));
@@ -453,8 +557,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     barrier_wait(shared.v_full(v.stage), v.phase);
     issue_out(v.stage);
     accumulate = false;
-    wgmma_wait<1>();
-    first_softmax();
+    first_softmax([] { wgmma_wait<1>(); });
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
     send(inverse, q_stage, tile);

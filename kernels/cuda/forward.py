@@ -19,7 +19,8 @@ import torch
 
 from ... import driver, nvrtc
 from .. import KernelUnavailable, launch_counts
-from . import tiles
+from . import masks, tiles
+from .masks import MaskParams
 from .tiles import Tile
 
 ARCHITECTURE = "sm_90a"
@@ -58,11 +59,15 @@ class ForwardParams(ctypes.Structure):
         ("q_tiles", ctypes.c_int32),  # query tiles of a head
         ("heads_per_group", ctypes.c_int32),  # query heads, counted over the batch, whose keys and values share L2
         ("softmax_scale_log2", ctypes.c_float),
+        ("mask", MaskParams),  # zeros without a mask
     ]
 
 
 class Specialisation(NamedTuple):
-    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256."""
+    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
+
+    is_masked: there is a bool mask. The binary then holds the kernel that makes its lists too.
+    """
 
     head_dim: int
     head_dim_v: int
@@ -70,6 +75,7 @@ class Specialisation(NamedTuple):
     is_bf16: bool
     write_lse: bool
     tile: Tile
+    is_masked: bool = False
 
     @property
     def defines(self) -> dict[str, int]:
@@ -84,6 +90,7 @@ class Specialisation(NamedTuple):
             "Q_STAGES": tile.q_stages,
             "PING_PONG": int(tile.ping_pong),
             "IS_CAUSAL": int(self.is_causal),
+            "MASKED": int(self.is_masked),
             "IS_BF16": int(self.is_bf16),
             "WRITE_LSE": int(self.write_lse),
         }
@@ -107,7 +114,7 @@ class Specialisation(NamedTuple):
     @property
     def entries(self) -> tuple[str, ...]:
         """The kernels in the binary."""
-        return (ENTRY,)
+        return (masks.ENTRY, ENTRY) if self.is_masked else (ENTRY,)
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
@@ -135,6 +142,15 @@ def specialise(
     return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, write_lse, tile)
 
 
+def specialise_masked(
+    head_dim: int, head_dim_v: int, dtype: torch.dtype, per_key: bool, write_lse: bool
+) -> Specialisation:
+    """The same of a call with a bool mask; per_key: one that all queries share."""
+    padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
+    tile = tiles.choose_masked(padded, padded_v, per_key)
+    return Specialisation(padded, padded_v, False, dtype == torch.bfloat16, write_lse, tile, is_masked=True)
+
+
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
@@ -151,7 +167,7 @@ def _device(device_index: int) -> tuple[tuple[int, int], int]:
     return (properties.major, properties.minor), properties.multi_processor_count
 
 
-def _refusal(query, key, value, softmax_scale: float) -> str:
+def _refusal(query, key, value, mask, is_causal: bool, softmax_scale: float) -> str:
     """Why the kernel cannot run this call, whatever routing has said: a compiled graph may get other tensors."""
     head_dim, head_dim_v = query.size(3), value.size(3)
     if _device(query.device.index)[0] != (9, 0) or torch.version.hip is not None:
@@ -164,6 +180,8 @@ def _refusal(query, key, value, softmax_scale: float) -> str:
         return f"the Hopper kernels add up {MAX_SEQLEN_K} keys at most, not {key.size(2)}"
     if not 0.0 < softmax_scale < math.inf:
         return f"the Hopper kernels need a positive scale, not {softmax_scale}"
+    if mask is not None and (mask.dtype != torch.bool or is_causal):
+        return "the Hopper kernels take bool masks alone, without is_causal"
     if not walkable(query, key, value):
         return "the copy engine cannot walk tensors with such strides"
     return ""
@@ -188,14 +206,18 @@ class _Frame:
 class Plan:
     """The forward of all calls with these shapes, strides, dtype and scale on one device; only pointers are free.
 
+    mask [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1]: bool, its address known up to multiples of 16.
+
     Raises KernelUnavailable when it is made, before anything is launched; torch.OutOfMemoryError where the GPU has no
     room for the kernel's code.
     """
 
-    __slots__ = ("_config", "_device_index", "_frames", "_function", "_maps", "_params", "specialisation")
+    __slots__ = (
+        "_config", "_counted", "_device_index", "_frames", "_function", "_lists", "_maps", "_params", "specialisation",
+    )  # fmt: skip
 
-    def __init__(self, query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float) -> None:
-        refusal = _refusal(query, key, value, softmax_scale)
+    def __init__(self, query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None):
+        refusal = _refusal(query, key, value, mask, is_causal, softmax_scale)
         if refusal:
             raise KernelUnavailable(refusal)
         batch, heads, seqlen_q, head_dim = query.shape
@@ -206,10 +228,17 @@ class Plan:
             key, value = key[:, :1], value[:, :1]
         kv_heads = key.size(1)
         _, num_sms = _device(index)
-        spec = self.specialisation = specialise(
-            head_dim, head_dim_v, query.dtype, is_causal, write_lse,
-            seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=batch * heads, num_sms=num_sms,
-        )  # fmt: skip
+        scores_shape = batch, heads, seqlen_q, seqlen_k
+        if mask is None:
+            spec = specialise(
+                head_dim, head_dim_v, query.dtype, is_causal, write_lse,
+                seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=batch * heads, num_sms=num_sms,
+            )  # fmt: skip
+        else:
+            per_key = masks.strides_of(mask, scores_shape)[2] == 0
+            spec = specialise_masked(head_dim, head_dim_v, query.dtype, per_key, write_lse)
+        self.specialisation = spec
+        self._counted = is_causal or mask is not None
         tile = spec.tile
         q_tiles = math.ceil(seqlen_q / tile.block_m)
         num_tiles = q_tiles * batch * heads
@@ -218,6 +247,10 @@ class Plan:
         try:
             binary = spec.compile()
             self._function = ctypes.c_void_p(driver.load_function(binary, ENTRY, index, spec.shared_bytes))
+            self._lists = None
+            if mask is not None:
+                function = driver.load_function(binary, masks.ENTRY, index, masks.list_bytes(MAX_SEQLEN_K))
+                self._lists = masks.KeyLists(ctypes.c_void_p(function), mask, scores_shape, tile)
             self._maps = [
                 driver.TensorMaps(t.dtype, t.shape, t.stride(), rows, t.data_ptr(), index)
                 for t, rows in ((query, tile.block_m), (key, tile.block_n), (value, tile.block_n), (out, tile.block_m))
@@ -239,18 +272,19 @@ class Plan:
             q_tiles=q_tiles,
             heads_per_group=_heads_per_group(batch * heads, heads // kv_heads, seqlen_k, head_dim + head_dim_v),
             softmax_scale_log2=softmax_scale * _LOG2E,
+            mask=MaskParams() if self._lists is None else self._lists.params,
         )
         self._config = driver.LaunchConfig(
             (min(num_sms, num_tiles), 1, 1), (tile.num_threads, 1, 1), spec.shared_bytes, None, None, 0
         )
         self._frames: list[_Frame] = []
 
-    def __call__(self, query, key, value, out, logsumexp) -> None:
+    def __call__(self, query, key, value, out, logsumexp, mask=None) -> None:
         """Launch on the current stream of the tensors' device."""
         index = self._device_index
         if driver.current_device() != index:
             with torch.cuda.device(index):
-                return self(query, key, value, out, logsumexp)
+                return self(query, key, value, out, logsumexp, mask)
         maps_query, maps_key, maps_value, maps_out = self._maps
         out_pointer = out.data_ptr()
         # These four stay referenced until the driver has copied them.
@@ -267,10 +301,13 @@ class Plan:
         params.out = out_pointer
         params.logsumexp = None if logsumexp is None else logsumexp.data_ptr()
         stream = driver.current_stream(index)
-        if self.specialisation.is_causal:
+        if self._counted:
             params.counters = driver.counters(index, stream)
-        launch_counts[ENTRY] += 1
         try:
+            if self._lists is not None:
+                lists = self._lists.make(mask, index, stream)
+                params.mask.mask, params.mask.lists = mask.data_ptr(), lists.data_ptr()
+            launch_counts[ENTRY] += 1
             driver.launch(frame.config, self._function, frame.arguments, index, stream)
         except driver.DriverError as error:
             if error.is_refusal:
@@ -320,16 +357,18 @@ _MAX_PLANS = 4096
 _plans: dict[tuple, Plan | KernelUnavailable] = {}
 
 
-def plan(query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float) -> Plan:
+def plan(query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None) -> Plan:
     """The plan of a call, kept for the next one like it. Raises what making it raises."""
     key_of_plan = (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), out.stride(), query.dtype,
         write_lse, is_causal, softmax_scale, query.get_device(),
     )  # fmt: skip
+    if mask is not None:
+        key_of_plan += mask.shape, mask.stride(), mask.dtype, mask.data_ptr() & 15
     found = _plans.get(key_of_plan)
     if found is None:
         try:
-            found = Plan(query, key, value, out, write_lse, is_causal, softmax_scale)
+            found = Plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask)
         except KernelUnavailable as error:
             found = error
         if len(_plans) >= _MAX_PLANS:
@@ -340,14 +379,18 @@ def plan(query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale
     return found
 
 
-def forward(query, key, value, is_causal, softmax_scale, out, logsumexp) -> None:
+def forward(query, key, value, is_causal, softmax_scale, out, logsumexp, mask=None) -> None:
     """Fill out [B, H, seqlen_q, Dv] (last dimension dense, other strides multiples of 8) and logsumexp unless None.
 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], ``aligned`` and ``walkable``;
     float16 or bfloat16, all sizes positive, D and Dv multiples of 8 up to 256, softmax_scale finite and positive.
-    logsumexp float32 [B, H, seqlen_q], contiguous, natural logarithm. Raises KernelUnavailable before any launch.
+    logsumexp float32 [B, H, seqlen_q], contiguous, natural logarithm, -inf for a row that sees no key. mask bool
+    [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1] with any strides, not together with is_causal. Raises
+    KernelUnavailable before anything of out or logsumexp is written; torch.OutOfMemoryError where there is no room for
+    the lists of a mask.
     """
-    plan(query, key, value, out, logsumexp is not None, is_causal, softmax_scale)(query, key, value, out, logsumexp)
+    found = plan(query, key, value, out, logsumexp is not None, is_causal, softmax_scale, mask)
+    found(query, key, value, out, logsumexp, mask)
 
 
 if hasattr(os, "register_at_fork"):

@@ -66,6 +66,24 @@ def choose(
     return Tile(128, 64, stages=2, q_stages=1, ping_pong=False)
 
 
+def choose_masked(head_dim: int, head_dim_v: int, per_key: bool) -> Tile:
+    """The tile for a call with a bool mask; block_n is a multiple of 16 and at most 128.
+
+    per_key: the mask is the same for all queries, so that few tiles are mixed and larger ones waste nothing.
+    """
+    largest = max(head_dim, head_dim_v)
+    if largest <= 64:
+        return Tile(128, 128, stages=4, q_stages=2)
+    if largest <= 128 and per_key:
+        return Tile(128, 128, stages=2, q_stages=2, ping_pong=False)
+    return choose(head_dim, head_dim_v, True, 4096, 4096, 64, 132)
+
+
+def masked_variants(head_dim: int, head_dim_v: int) -> tuple[Tile, ...]:
+    """Every tile that ``choose_masked`` can give for these head dimensions."""
+    return tuple(dict.fromkeys(choose_masked(head_dim, head_dim_v, per_key) for per_key in (False, True)))
+
+
 def variants(head_dim: int, head_dim_v: int, is_causal: bool) -> tuple[Tile, ...]:
     """Every tile that ``choose`` can give for these head dimensions: what the build tests compile."""
     lengths = (512, 1024, 4096)

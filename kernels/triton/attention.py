@@ -16,14 +16,16 @@ import torch
 
 from ... import _torch
 from . import backward as backward_kernels
+from . import dropout as dropout_kernels
 from . import forward as forward_kernels
+from .common import DROPOUT_PITCH
 from .common import MASK_BOOL as _BOOL
 from .common import MASK_FLOAT as _FLOAT
 from .common import MASK_NONE as _NONE
 from .decode_plan import DecodePlan, suits
 from .launch import Launch, TensorMap, device_target
 from .mask_plan import MaskTiles, worth_listing
-from .tiles import choose, family
+from .tiles import Tile, choose, family
 
 MASK_NONE, MASK_BOOL, MASK_FLOAT = _NONE.value, _BOOL.value, _FLOAT.value
 _LOG2E = math.log2(math.e)
@@ -179,7 +181,7 @@ class _Call:
             "CAUSAL": is_causal,
         }
         self.dropout = {
-            "dropout_threshold": ("u32", min(round(dropout_p * 2**32), 2**32 - 1)),
+            "dropout_threshold": ("u32", min(round(dropout_p * 2**16), 2**16 - 1) << 16),
             "dropout_scale": ("fp32", 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0),
         }
         self.sizes = {
@@ -241,7 +243,7 @@ class _Call:
         if self.divisor > 1:
             rows = [name for name in strides if not name.endswith("d")]
             found |= dict.fromkeys(rows, self.divisor)
-            others = ("mask", "mask_tiles", "dropout_seed", "grad_mask", "logsumexp", "logsumexp_low")
+            others = ("mask", "mask_tiles", "grad_mask", "logsumexp", "logsumexp_low")
             found |= {name: 16 for name in pointers if name not in others}
         if self.mask_divisor > 1:
             found |= dict.fromkeys(("stride_mb", "stride_mh", "stride_mq"), 16)
@@ -282,6 +284,30 @@ class _Call:
         return launch if self.target is not None else launch.load(self.device)
 
 
+class _DropoutKeys:
+    """The table of random keys that the kernels of one forward or backward read, and the launch that fills it."""
+
+    def __init__(self, call: _Call, query, seed):
+        pitch, block = DROPOUT_PITCH.value, 256
+        width = sum(math.ceil(length / pitch) * pitch for length in (call.seqlen_q, call.seqlen_k))
+        self._shape = (call.batch * call.heads, width)
+        # Its type is all that matters of a buffer here; each call brings its own.
+        self.table = torch.empty(0, dtype=torch.int32, device=query.device)
+        sizes = {name: call.sizes[name] for name in ("seqlen_q", "seqlen_k")}
+        self.launch = Launch(
+            dropout_kernels.dropout_keys, self._shape[0] * width // block, {"dropout_seed": seed, "keys": self.table},
+            sizes, {"BLOCK": block}, {"keys": 16}, Tile(1, block, 4, 1), {},
+        )  # fmt: skip
+        if call.target is None:
+            self.launch.load(call.device)
+
+    def make(self, seed) -> torch.Tensor:
+        """The keys of this seed: int32 [B * H, rows + columns]."""
+        table = torch.empty(self._shape, dtype=torch.int32, device=seed.device)
+        self.launch(seed, table)
+        return table
+
+
 class _ForwardPlan:
     """The launches of one forward: where the mask's tiles are listed, the kernels that do so, then the attention."""
 
@@ -296,7 +322,9 @@ class _ForwardPlan:
         low = logsumexp if logsumexp is not None and call.mask_kind == MASK_FLOAT else None
         self.mask_tiles = MaskTiles(call, mask, tile) if call.listed else None
         lists = self.mask_tiles.buffer if call.listed else None
-        pointers = {"query": query, "key": key, "value": value, "mask": mask, "mask_tiles": lists, "dropout_seed": seed,
+        self.dropout_keys = _DropoutKeys(call, query, seed) if dropout_p > 0.0 else None
+        keys = self.dropout_keys.table if dropout_p > 0.0 else None
+        pointers = {"query": query, "key": key, "value": value, "mask": mask, "mask_tiles": lists, "dropout_keys": keys,
                     "out": out, "logsumexp": logsumexp, "logsumexp_low": low}
         strides = (call.strides("qb qh qm qd", query) | call.strides("kb kh kn kd", key)
                    | call.strides("vb vh vn vd", value) | call.strides("ob oh om od", out))
@@ -313,7 +341,7 @@ class _ForwardPlan:
     @property
     def launches(self) -> list[Launch]:
         """In the order in which they run."""
-        return [*(self.mask_tiles.launches if self.mask_tiles is not None else []), self.attention]
+        return [*_launches_before(self), self.attention]
 
 
 def forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32) -> None:
@@ -334,7 +362,8 @@ def forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, 
         plan(query, key, value, mask, out)
         return
     lists = None if plan.mask_tiles is None else plan.mask_tiles.make(mask)
-    plan.attention(query, key, value, mask, lists, dropout_seed, out, logsumexp, _low_part(logsumexp))
+    keys = None if plan.dropout_keys is None else plan.dropout_keys.make(dropout_seed)
+    plan.attention(query, key, value, mask, lists, keys, out, logsumexp, _low_part(logsumexp))
 
 
 def _plan_of_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32,
@@ -351,6 +380,12 @@ def _low_part(logsumexp: torch.Tensor | None) -> torch.Tensor | None:
     return logsumexp[1] if logsumexp is not None and logsumexp.dim() == 4 else None
 
 
+def _launches_before(plan) -> list[Launch]:
+    """What fills the tables that a plan's attention kernels read."""
+    launches = [] if plan.mask_tiles is None else list(plan.mask_tiles.launches)
+    return launches if plan.dropout_keys is None else [*launches, plan.dropout_keys.launch]
+
+
 class _BackwardPlan:
     """The launches of one backward: dQ (always, it leaves the row statistics), then dK and dV, then the mask's."""
 
@@ -364,7 +399,9 @@ class _BackwardPlan:
             key_tile = None if grad_key is None else call.tile("backward_key_value")
             self.mask_tiles = MaskTiles(call, mask, call.tile("backward_query"), key_tile)
         lists = self.mask_tiles.buffer if call.listed else None
-        inputs = {"query": query, "key": key, "value": value, "mask": mask, "mask_tiles": lists, "dropout_seed": seed}
+        self.dropout_keys = _DropoutKeys(call, query, seed) if dropout_p > 0.0 else None
+        keys = self.dropout_keys.table if dropout_p > 0.0 else None
+        inputs = {"query": query, "key": key, "value": value, "mask": mask, "mask_tiles": lists, "dropout_keys": keys}
         # Rows of statistics reach to the end of the last tile of every kernel, so that nobody needs bounds there.
         kernels = ("backward_query", "backward_key_value", "backward_mask")
         longest = max(call.tile(kernel).block_m for kernel in kernels)
@@ -454,7 +491,7 @@ class _BackwardPlan:
     def launches(self) -> list[Launch]:
         """In the order in which they run."""
         attention = [launch for launch in (self.query, self.key_value, self.mask) if launch is not None]
-        return [*(self.mask_tiles.launches if self.mask_tiles is not None else []), *attention]
+        return [*_launches_before(self), *attention]
 
     def allocate(self, query) -> torch.Tensor:
         """Room for the row statistics: float32, planes times [B, H, padded_q]."""
@@ -485,14 +522,15 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dr
             grad_key, grad_value, needs_mask, logsumexp.size(-1), allow_tf32))
     statistics = plan.allocate(query)
     lists = None if plan.mask_tiles is None else plan.mask_tiles.make(mask)
-    plan.query(query, key, value, mask, lists, dropout_seed, out, logsumexp, _low_part(logsumexp), grad_out, statistics,
+    keys = None if plan.dropout_keys is None else plan.dropout_keys.make(dropout_seed)
+    plan.query(query, key, value, mask, lists, keys, out, logsumexp, _low_part(logsumexp), grad_out, statistics,
                grad_query)
     if plan.key_value is not None:
-        plan.key_value(query, key, value, mask, lists, dropout_seed, statistics, grad_out, grad_key, grad_value)
+        plan.key_value(query, key, value, mask, lists, keys, statistics, grad_out, grad_key, grad_value)
     if plan.mask is None:
         return None
     buffer = torch.empty((plan.splits, *mask.shape), dtype=plan.mask_dtype, device=query.device)
-    plan.mask(query, key, value, mask, dropout_seed, statistics, grad_out, buffer)
+    plan.mask(query, key, value, mask, keys, statistics, grad_out, buffer)
     return buffer[0] if plan.splits == 1 else buffer.sum(0).to(mask.dtype)
 
 

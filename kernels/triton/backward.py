@@ -26,9 +26,10 @@ from .common import (
     MASK_NONE,
     as_operand,
     count_parts_of_keys,
-    dropout_column_key,
+    dropout_column_keys,
     dropout_keep,
-    dropout_row_key,
+    dropout_row_keys,
+    dropout_tables,
     load_mask,
     load_tile,
     part_of_keys,
@@ -69,13 +70,13 @@ def _stream_statistics(statistics, head_index, first_query, BLOCK_M: tl.constexp
 
 
 @triton.jit
-def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, key_index, row_key, column_key, mask_tile,
-                   seqlen_k, scale, dropout_threshold, dropout_scale, BOUND_KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
+def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, key_index, keep, mask_tile, seqlen_k,
+                   scale, dropout_scale, BOUND_KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
                    MASK: tl.constexpr, NATURAL: tl.constexpr, SELECT: tl.constexpr, DROPOUT: tl.constexpr):
     """(probabilities after dropout, gradient of the scores) for one tile, in either orientation.
 
-    high, low, delta, query_index and row_key broadcast along the keys, key_index and column_key along the queries.
-    mask_tile is what load_mask gave. NATURAL: high and scale are in natural units (there is a float mask, whether it
+    high, low, delta and query_index broadcast along the keys, key_index along the queries. keep is what dropout_keep
+    gave, mask_tile what load_mask gave. NATURAL: high and scale are in natural units (there is a float mask, whether it
     matters here or not). Without SELECT the caller clears what a bias of -inf hides, where it may be NaN.
     """
     if MASK == MASK_FLOAT:
@@ -94,7 +95,6 @@ def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, ke
     if BOUND_KEYS and MASK == MASK_NONE:  # the masks above have done it
         probabilities = tl.where(key_index < seqlen_k, probabilities, 0.0)
     if DROPOUT:
-        keep = dropout_keep(row_key, column_key, dropout_threshold)
         kept = tl.where(keep, probabilities * dropout_scale, 0.0)
         grad_probabilities = tl.where(keep, grad_probabilities * dropout_scale, 0.0)
     else:
@@ -104,7 +104,7 @@ def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, ke
 
 @triton.jit
 def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, first, last, entries, first_query,
-                query_index, row_key, key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index,
+                query_index, row_keys, key, value, mask, mask_batch, mask_head, batch, kv_head, column_table,
                 stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
                 dropout_threshold, dropout_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
                 BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -128,14 +128,17 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, fi
                                  HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
         grad_probabilities = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
-        column_key = dropout_column_key(seed, key_index, head_index)[None, :] if DROPOUT else 0
+        keep = 0
+        if DROPOUT:
+            column_keys = dropout_column_keys(column_table, start, BLOCK_N)
+            keep = dropout_keep(row_keys, column_keys, first_query, dropout_threshold, BLOCK_M, BLOCK_N, False)
         mask_tile = load_mask(mask, mask_batch, mask_head, first_query, start, query_index[:, None], key_index[None, :],
                               stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY,
                               MASK_UNIT_STRIDE, PARTIAL, False, MASK_TMA)
         _, grad_scores = _gradient_tile(
             scores, grad_probabilities, high[:, None], low[:, None], delta[:, None], query_index[:, None],
-            key_index[None, :], row_key, column_key, mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale,
-            PARTIAL, PARTIAL and CAUSAL, MASK, NATURAL, True, DROPOUT)
+            key_index[None, :], keep, mask_tile, seqlen_k, scale, dropout_scale, PARTIAL, PARTIAL and CAUSAL, MASK,
+            NATURAL, True, DROPOUT)
         grad_query_tile = tl.dot(as_operand(grad_scores, key_tile.dtype, PRECISION), key_tile, grad_query_tile,
                                  input_precision=PRECISION)
     return grad_query_tile
@@ -143,7 +146,7 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, fi
 
 @triton.jit
 def attention_backward_query(
-    query, key, value, mask, mask_tiles, dropout_seed, out, logsumexp, logsumexp_low, grad_out, statistics, grad_query,
+    query, key, value, mask, mask_tiles, dropout_keys, out, logsumexp, logsumexp_low, grad_out, statistics, grad_query,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -213,12 +216,11 @@ def attention_backward_query(
         mask_head = head * mask_head_step
         if MASK != MASK_NONE and not MASK_TMA:
             mask += batch * stride_mb + head * stride_mh
+        row_keys = 0
+        column_table = 0
         if DROPOUT:
-            seed = tl.load(dropout_seed)
-            row_key = dropout_row_key(seed, query_index, head_index)[:, None]
-        else:
-            seed = 0
-            row_key = 0
+            row_table, column_table = dropout_tables(dropout_keys, head_index, seqlen_q, seqlen_k)
+            row_keys = dropout_row_keys(row_table, first_query, BLOCK_M)
         query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM,
                                UNIT_STRIDE, True)
         query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
@@ -250,16 +252,16 @@ def attention_backward_query(
                     part, num_parts, full_end, partial_begin, partial_end, BLOCK_N, LISTED, SUM_ROWS)
             grad_query_tile = _visit_keys(
                 grad_query_tile, query_tile, grad_out_tile, high, low, delta, full_first, full_last, full_entries,
-                first_query, query_index, row_key, key, value, mask, mask_batch, mask_head, batch, kv_head, seed,
-                head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
-                dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False,
-                CAUSAL, MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA,
+                first_query, query_index, row_keys, key, value, mask, mask_batch, mask_head, batch, kv_head,
+                column_table, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
+                scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA,
                 1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
             if partial_first < partial_last:
                 grad_query_tile = _visit_keys(
                     grad_query_tile, query_tile, grad_out_tile, high, low, delta, partial_first, partial_last,
-                    partial_entries, first_query, query_index, row_key, key, value, mask, mask_batch, mask_head, batch,
-                    kv_head, seed, head_index, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
+                    partial_entries, first_query, query_index, row_keys, key, value, mask, mask_batch, mask_head, batch,
+                    kv_head, column_table, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
                     seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
                     BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK, NATURAL, MASK_PER_KEY,
                     MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
@@ -271,8 +273,8 @@ def attention_backward_query(
 
 @triton.jit
 def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, entries, jump_at, jump, first_key,
-                   key_index, column_key,
-                   query, mask, mask_batch, mask_head, batch, head, seed, statistics, plane, grad_out, head_index,
+                   key_index, column_keys, query, mask, mask_batch, mask_head, batch, head, row_table, statistics,
+                   plane, grad_out, head_index,
                    stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
                    dropout_threshold, dropout_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
                    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -310,15 +312,17 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
             high, low, delta = _load_statistics(statistics, plane, query_index[None, :], HAS_LOW)
         scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
         grad_probabilities = tl.dot(value_tile, tl.trans(grad_out_tile), input_precision=PRECISION)
-        row_key = dropout_row_key(seed, query_index, head_index)[None, :] if DROPOUT else 0
+        keep = 0
+        if DROPOUT:
+            row_keys = dropout_row_keys(row_table, start, BLOCK_M)
+            keep = dropout_keep(row_keys, column_keys, start, dropout_threshold, BLOCK_M, BLOCK_N, True)
         # Keys past the end are not stored: only loads of the mask need bounds there.
         mask_tile = load_mask(mask, mask_batch, mask_head, start, first_key, query_index[None, :], key_index[:, None],
                               stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY,
                               MASK_UNIT_STRIDE, BOUND_KEYS, True, MASK_TMA)
         kept, grad_scores = _gradient_tile(
-            scores, grad_probabilities, high, low, delta, query_index[None, :], key_index[:, None], row_key, column_key,
-            mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale, False, DIAGONAL, MASK, NATURAL, True,
-            DROPOUT)
+            scores, grad_probabilities, high, low, delta, query_index[None, :], key_index[:, None], keep, mask_tile,
+            seqlen_k, scale, dropout_scale, False, DIAGONAL, MASK, NATURAL, True, DROPOUT)
         grad_value_tile = tl.dot(as_operand(kept, grad_out_tile.dtype, PRECISION), grad_out_tile, grad_value_tile,
                                  input_precision=PRECISION)
         grad_key_tile = tl.dot(as_operand(grad_scores, query_tile.dtype, PRECISION), query_tile, grad_key_tile,
@@ -328,7 +332,7 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
 
 @triton.jit
 def attention_backward_key_value(
-    query, key, value, mask, mask_tiles, dropout_seed, statistics, grad_out, grad_key, grad_value,
+    query, key, value, mask, mask_tiles, dropout_keys, statistics, grad_out, grad_key, grad_value,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -366,10 +370,6 @@ def attention_backward_key_value(
     value += batch * stride_vb + kv_head * stride_vh
     grad_key += batch * stride_dkb + kv_head * stride_dkh
     grad_value += batch * stride_dvb + kv_head * stride_dvh
-    if DROPOUT:
-        seed = tl.load(dropout_seed)
-    else:
-        seed = 0
 
     first_key = tile * BLOCK_N
     keys = tl.arange(0, BLOCK_N)
@@ -409,7 +409,11 @@ def attention_backward_key_value(
         if MASK != MASK_NONE and not MASK_TMA:
             head_mask += batch * stride_mb + head * stride_mh
         head_statistics = statistics if TMA else statistics + head_index.to(tl.int64) * padded_q
-        column_key = dropout_column_key(seed, key_index, head_index)[:, None] if DROPOUT else 0
+        row_table = 0
+        column_keys = 0
+        if DROPOUT:
+            row_table, column_table = dropout_tables(dropout_keys, head_index, seqlen_q, seqlen_k)
+            column_keys = dropout_column_keys(column_table, first_key, BLOCK_N)
         begin = first
         end = last
         if SUM_ROWS:
@@ -442,17 +446,18 @@ def attention_backward_key_value(
                     full_begin, full_end = part_of_list(item % num_parts, 0, full_end, SUM_ROWS // BLOCK_M)
                 grad_key_part, grad_value_part = _visit_queries(
                     grad_key_part, grad_value_part, key_tile, value_tile, full_begin, full_end, lists + 2, 0, 0,
-                    first_key, key_index, column_key, head_query, head_mask, mask_batch, mask_head, batch, head, seed,
-                    head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd,
-                    stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM,
-                    HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, False, MASK_NONE,
-                    NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+                    first_key, key_index, column_keys, head_query, head_mask, mask_batch, mask_head, batch, head,
+                    row_table, head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm,
+                    stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, False,
+                    MASK_NONE, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1, HAS_LOW, DROPOUT, UNIT_STRIDE,
+                    TMA, PRECISION)
         grad_key_part, grad_value_part = _visit_queries(
             grad_key_part, grad_value_part, key_tile, value_tile, begin, end, entries, full_end, jump, first_key,
-            key_index, column_key, head_query, head_mask, mask_batch, mask_head, batch, head, seed, head_statistics,
-            plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk,
-            seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-            BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK_NONE if MASK_AT_END else MASK, NATURAL,
+            key_index, column_keys, head_query, head_mask, mask_batch, mask_head, batch, head, row_table,
+            head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq,
+            stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+            BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK_NONE if MASK_AT_END else MASK, NATURAL,
             MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, LIST_STEP, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         if SUM_ROWS:
             grad_key_part += grad_key_tile
@@ -469,7 +474,7 @@ def attention_backward_key_value(
 
 @triton.jit
 def attention_backward_mask(
-    query, key, value, mask, dropout_seed, statistics, grad_out, grad_mask,
+    query, key, value, mask, dropout_keys, statistics, grad_out, grad_mask,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -503,10 +508,6 @@ def attention_backward_mask(
 
     rows = tl.arange(0, BLOCK_M)
     keys = tl.arange(0, BLOCK_N)
-    if DROPOUT:
-        seed = tl.load(dropout_seed)
-    else:
-        seed = 0
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     count = repeat_k * repeat_q * repeat_head * repeat_batch
     ONE_TILE: tl.constexpr = not MASK_PER_KEY and not MASK_PER_QUERY
@@ -561,16 +562,19 @@ def attention_backward_mask(
         else:
             position = head_index.to(tl.int64) * padded_q + query_index
             high, low, delta = _load_statistics(statistics, plane, position[:, None], HAS_LOW)
-        row_key = dropout_row_key(seed, query_index, head_index)[:, None] if DROPOUT else 0
-        column_key = dropout_column_key(seed, key_index, head_index)[None, :] if DROPOUT else 0
+        keep = 0
+        if DROPOUT:
+            row_table, column_table = dropout_tables(dropout_keys, head_index, seqlen_q, seqlen_k)
+            row_keys = dropout_row_keys(row_table, first_query, BLOCK_M)
+            column_keys = dropout_column_keys(column_table, first_key, BLOCK_N)
+            keep = dropout_keep(row_keys, column_keys, first_query, dropout_threshold, BLOCK_M, BLOCK_N, False)
         if not ONE_TILE:
             mask_tile = load_mask(mask + (batch * stride_mb + head * stride_mh), 0, 0, first_query, first_key,
                                   query_index[:, None], key_index[None, :], stride_mq, stride_mk, seqlen_q, seqlen_k,
                                   BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, True, False, False)
         _, grad_scores = _gradient_tile(
-            scores, grad_probabilities, high, low, delta, query_index[:, None], key_index[None, :], row_key, column_key,
-            mask_tile, seqlen_k, scale, dropout_threshold, dropout_scale, True, False, MASK, True, not ONE_TILE,
-            DROPOUT)
+            scores, grad_probabilities, high, low, delta, query_index[:, None], key_index[None, :], keep, mask_tile,
+            seqlen_k, scale, dropout_scale, True, False, MASK, True, not ONE_TILE, DROPOUT)
         total += grad_scores
     if ONE_TILE:
         total = tl.where(seen, total, 0.0)

@@ -17,6 +17,9 @@ MASK_NONE = tl.constexpr(0)
 MASK_BOOL = tl.constexpr(1)
 MASK_FLOAT = tl.constexpr(2)
 
+# Rows and columns of the table of dropout's random keys are padded to this, so that no tile needs bounds in it.
+DROPOUT_PITCH = tl.constexpr(256)
+
 
 @triton.jit
 def part_of_list(part, skipped, length, SUM_BLOCKS: tl.constexpr):
@@ -170,37 +173,64 @@ def load_mask(mask, batch, head, first_query, first_key, query_index, key_index,
 
 
 @triton.jit
-def _random_key(seed, index, head, stream):
-    """One 32-bit number for each index of a head, by Philox 4x32-10 (Salmon et al., 2011)."""
-    zero = index * 0
-    first, _, _, _ = tl.philox(seed, index, zero + head, zero + stream, zero)
-    return first
+def dropout_tables(keys, head, seqlen_q, seqlen_k):
+    """(row_table, column_table): where the random keys of a head's queries begin, and of its keys (``dropout.py``)."""
+    rows = tl.cdiv(seqlen_q, DROPOUT_PITCH) * DROPOUT_PITCH
+    columns = tl.cdiv(seqlen_k, DROPOUT_PITCH) * DROPOUT_PITCH
+    row_table = keys + head.to(tl.int64) * (rows + columns)
+    return row_table, row_table + rows
 
 
 @triton.jit
-def dropout_row_key(seed, query_index, head):
-    """The query's half of the dropout generator, see dropout_keep."""
-    return _random_key(seed, query_index, head, 0)
+def dropout_row_keys(row_table, first_query, BLOCK_M: tl.constexpr):
+    """Those of a tile's queries: [groups of 16, 8], since q and q + 8 of a group have one key; of 8 queries [1, 8]."""
+    groups = tl.arange(0, max(1, BLOCK_M // 16))[:, None] * 16
+    first = first_query if BLOCK_M >= 16 else first_query & ~8
+    return tl.load(row_table + first + groups + tl.arange(0, 8)[None, :]).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def dropout_column_key(seed, key_index, head):
-    """The key's half of the dropout generator, see dropout_keep."""
-    return _random_key(seed, key_index, head, 1)
+def dropout_column_keys(column_table, first_key, BLOCK_N: tl.constexpr):
+    """Those of a tile's keys: [BLOCK_N]."""
+    return tl.load(column_table + first_key + tl.arange(0, BLOCK_N)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def dropout_keep(row_key, column_key, threshold):
-    """Which probabilities stay: True with probability 1 - threshold / 2**32.
-
-    A counter-based generator that needs no state and no order: Philox gives each row and each column of a head a random
-    key, and MurmurHash3's 32-bit finaliser (Appleby, 2011) mixes the two for each element, which costs seven integer
-    instructions where Philox for each element costs sixty. ``reference.dropout_keep`` computes the same bits.
-    """
-    bits = row_key ^ column_key
+def _mixed(bits):
+    """MurmurHash3's 32-bit finaliser (Appleby, 2011)."""
     bits = bits ^ (bits >> 16)
     bits = bits * 0x85EBCA6B
     bits = bits ^ (bits >> 13)
     bits = bits * 0xC2B2AE35
-    bits = bits ^ (bits >> 16)
-    return bits >= threshold
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def dropout_keep(row_keys, column_keys, first_query, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                 TRANSPOSED: tl.constexpr):
+    """Which probabilities of a tile stay, [BLOCK_M, BLOCK_N] or, transposed, [BLOCK_N, BLOCK_M]: each with probability
+    1 - threshold / 2**32. The threshold is a multiple of 2**16.
+
+    A counter-based generator that needs no state and no order: Philox gives each row and each column of a head a random
+    key (``dropout.py`` writes them to memory, since a tile's threads would each compute most of them), and a hash mixes
+    the two. Queries q and q + 8 share the bits, half for each: tensor cores leave both in one thread, whichever way the
+    tile lies, which computes them once. Eight integer instructions for two elements and two for each, where Philox for
+    each takes sixty. ``reference.dropout_keep`` computes the same.
+    """
+    # The half that decides comes first: what stands behind it does not reach the threshold's last bit.
+    if BLOCK_M >= 16:
+        HALVES: tl.constexpr = 2
+        shift = 16 - 16 * tl.arange(0, 2)
+    else:
+        HALVES: tl.constexpr = 1
+        shift = 16 - 2 * (first_query & 8) + tl.arange(0, 1)
+    shift = shift.to(tl.uint32)
+    GROUPS: tl.constexpr = BLOCK_M // (8 * HALVES)
+    if TRANSPOSED:
+        bits = _mixed(row_keys[None, :, None, :] ^ column_keys[:, None, None, None])
+        bits = tl.broadcast_to(bits, [BLOCK_N, GROUPS, HALVES, 8])
+        return tl.reshape((bits << shift[None, None, :, None]) >= threshold, [BLOCK_N, BLOCK_M])
+    else:
+        bits = _mixed(row_keys[:, None, :, None] ^ column_keys[None, None, None, :])
+        bits = tl.broadcast_to(bits, [GROUPS, HALVES, 8, BLOCK_N])
+        return tl.reshape((bits << shift[None, :, None, None]) >= threshold, [BLOCK_M, BLOCK_N])

@@ -27,9 +27,10 @@ from .common import (
     MASK_NONE,
     as_operand,
     count_parts_of_keys,
-    dropout_column_key,
+    dropout_column_keys,
     dropout_keep,
-    dropout_row_key,
+    dropout_row_keys,
+    dropout_tables,
     load_mask,
     load_tile,
     part_of_keys,
@@ -40,8 +41,8 @@ from .common import (
 
 @triton.jit
 def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries, first_query, query_rows, key, value,
-                mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn,
-                stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
+                mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, stride_kn, stride_kd, stride_vn,
+                stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr,
                 MASK: tl.constexpr, NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
@@ -54,8 +55,6 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries,
     """
     keys = tl.arange(0, BLOCK_N)
     query_index = first_query + query_rows
-    if DROPOUT:
-        row_key = dropout_row_key(seed, query_index, head_index)
     if STEP != 0:
         upcoming = tl.load(entries + first * STEP)
     for position in tl.range(first, last, 1 if STEP != 0 else BLOCK_N):
@@ -104,9 +103,9 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries,
         row_sum = row_sum * rescale + tl.sum(probabilities, 1)
         accumulator = accumulator * rescale[:, None]
         if DROPOUT:
-            column_key = dropout_column_key(seed, key_index, head_index)
-            keep = dropout_keep(row_key[:, None], column_key[None, :], dropout_threshold)
-            probabilities = tl.where(keep, probabilities * dropout_scale, 0.0)
+            column_keys = dropout_column_keys(column_table, start, BLOCK_N)
+            keep = dropout_keep(row_keys, column_keys, first_query, dropout_threshold, BLOCK_M, BLOCK_N, False)
+            probabilities = tl.where(keep, probabilities, 0.0)
         value_tile = stream_tile(value, batch, kv_head, start, keys, stride_vn, stride_vd, seqlen_k, BLOCK_N, BLOCK_DV,
                                  HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)
         accumulator = tl.dot(as_operand(probabilities, value_tile.dtype, PRECISION), value_tile, accumulator,
@@ -117,7 +116,7 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries,
 
 @triton.jit
 def attention_forward(
-    query, key, value, mask, mask_tiles, dropout_seed, out, logsumexp, logsumexp_low,
+    query, key, value, mask, mask_tiles, dropout_keys, out, logsumexp, logsumexp_low,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -160,13 +159,14 @@ def attention_forward(
     mask_head = head * mask_head_step
     if MASK != MASK_NONE and not MASK_TMA:
         mask += batch * stride_mb + head * stride_mh
-    if DROPOUT:
-        seed = tl.load(dropout_seed)
-    else:
-        seed = 0
 
     first_query = tile * BLOCK_M
     rows = tl.arange(0, BLOCK_M)
+    row_keys = 0
+    column_table = 0
+    if DROPOUT:
+        row_table, column_table = dropout_tables(dropout_keys, head_index, seqlen_q, seqlen_k)
+        row_keys = dropout_row_keys(row_table, first_query, BLOCK_M)
     query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM, UNIT_STRIDE,
                            True)
     if QUERY_FACTOR != 1:
@@ -200,15 +200,15 @@ def attention_forward(
                 part, num_parts, full_end, partial_begin, partial_end, BLOCK_N, LISTED, SUM_ROWS)
         accumulator, row_max, row_sum = _visit_keys(
             accumulator, row_max, row_sum, query_tile, full_first, full_last, full_entries, first_query, rows, key,
-            value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd, stride_vn,
-            stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM,
+            value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, stride_kn, stride_kd, stride_vn,
+            stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, HEAD_DIM,
             HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL,
             MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         if partial_first < partial_last:
             accumulator, row_max, row_sum = _visit_keys(
                 accumulator, row_max, row_sum, query_tile, partial_first, partial_last, partial_entries, first_query,
-                rows, key, value, mask, mask_batch, mask_head, batch, kv_head, seed, head_index, stride_kn, stride_kd,
-                stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
+                rows, key, value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, stride_kn,
+                stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK,
                 NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA,
                 PRECISION)
@@ -218,7 +218,10 @@ def attention_forward(
             accumulator += total * tl.exp2((max_before - shift) * to_exponent)[:, None]
 
     # A row that sees no key has sum 0 and an accumulator of zeros: zeros it gives. NaN stays NaN.
-    accumulator = accumulator * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
+    factor = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
+    if DROPOUT:
+        factor *= dropout_scale
+    accumulator = accumulator * factor[:, None]
     store_tile(out, accumulator, first_query, rows, stride_om, stride_od, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE)
     if STORE_LOGSUMEXP:
         position = head_index.to(tl.int64) * seqlen_q + first_query + rows

@@ -16,11 +16,14 @@ from .launch import Launch, _current_stream
 from .tiles import Tile
 
 TILE = kernels.TILE.value
-_SPAN = {1: 8, 2: 4, 4: 2}  # tiles side by side that one program reads, by bytes per element: 32 KB
+# Tiles that one program of classify_mask walks: as many as leave 32 programs to a multiprocessor, and so many at most.
+MOST_TILES = 8
 _CHUNK = 128
-_CLASSIFY = Tile(TILE, TILE, 8, 1)
+_CLASSIFY = {True: Tile(TILE, TILE, 1, 1), False: Tile(TILE, TILE, 4, 1)}  # by: several elements to a word?
 _LIST = Tile(TILE, TILE, 4, 1)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+# Sign and exponent but for its last bit: all set in the lowest number and in -inf.
+_HUGE = {torch.float16: 0xF800, torch.bfloat16: 0xFF00, torch.float32: 0xFF000000}
 
 # Listing costs two small kernels and, unless the mask is dense, one reading of it. Below this many operations the
 # attention is not long enough to win them back (at 500 TFLOP/s: 40 microseconds)...
@@ -107,24 +110,25 @@ class MaskTiles:
             count = 1
         strides = [stride // count for stride in call.mask_strides[:3]] + [call.mask_strides[3]]
         wide = dict(zip(("stride_mb", "stride_mh", "stride_mq", "stride_mk"), (("i64", stride) for stride in strides)))
-        span = 8 if per_key else _SPAN[itemsize]
         constants = {
-            "ROWS": height, "WORDS": TILE // count, "SPAN": span, "WORD_BITS": 8 * itemsize * count,
-            "UNIT_STRIDE": unit, "BOUND": call.seqlen_k % (span * TILE) != 0,
+            "ROWS": height, "WORDS": TILE // count, "WORD_BITS": 8 * itemsize * count, "ELEMENTS": count,
+            "UNIT_STRIDE": unit, "BOUND": call.seqlen_k % TILE != 0,
             "EMPTY_WORD": _word(mask.dtype, -math.inf if has_lowest else False, count),
             "FULL_WORD": _word(mask.dtype, 0.0 if has_lowest else True, count),
             "LOWEST_WORD": _word(mask.dtype, torch.finfo(mask.dtype).min, count) if has_lowest else 0,
             "HIGH_BITS": _repeated(0b11 << 8 * itemsize - 2, 8 * itemsize, count) if has_lowest else 0,
+            "HUGE_BITS": _repeated(_HUGE[mask.dtype], 8 * itemsize, count) if has_lowest else 0,
         }  # fmt: skip
         divisors = {}
         if count > 1:
             divisors = dict.fromkeys(("stride_mb", "stride_mh", "stride_mq", "words_k"), 16 // count)
             divisors |= {"mask": 16}
+        each = max(1, min(MOST_TILES, classes // (32 * call.multiprocessors)))
         counts = {"mask_heads": ("i32", mask_heads), "mask_q": ("i32", rows),
-                  "words_k": ("i32", call.seqlen_k // count)}
+                  "words_k": ("i32", call.seqlen_k // count), "tiles_each": ("i32", each)}
         pointers = {"mask": mask, "tiles": self.buffer}
-        classify = self._launch(call, kernels.classify_mask, classes // strips_k * math.ceil(strips_k / span), pointers,
-                                wide | counts | common | larger_offset, constants | flags, divisors, _CLASSIFY)
+        classify = self._launch(call, kernels.classify_mask, classes // strips_k * math.ceil(strips_k / each), pointers,
+                                wide | counts | common | larger_offset, constants | flags, divisors, _CLASSIFY[count > 1])
 
         self._strides = []
         self._launches = [(classify, True)]

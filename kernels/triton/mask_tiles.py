@@ -11,8 +11,8 @@ uniform. So such a tile counts as empty only where every row of its strip holds 
 lowest number is -65504, this takes scores to differ by less than 65,000 within a row.)
 
 "Larger" is a bit test: it is certain of an element whose sign or whose exponent's highest bit is 0, one above -2. The
-mask is read as integers, and a tile whose least and greatest agree holds one value everywhere: two instructions for
-four bytes. Where a few of its rows show a tile to be mixed, as with a dense bias, most of it is not read at all.
+mask is read as integers, and a tile whose least and greatest agree holds one value everywhere. Where the first numbers
+of its rows show a tile to be mixed, as with a dense bias, most of it is not read at all.
 
 All results lie in one int64 buffer, sized by the mask's own shape (never expanded over the batches and heads that share
 it), one entry for each tile and two for each block more. Nothing here waits for the host.
@@ -37,85 +37,86 @@ def _either(a, b):
 
 
 @triton.jit
-def _bits_of_tiles(pointers, inside, EMPTY_WORD: tl.constexpr, BOUND: tl.constexpr, SPAN: tl.constexpr,
-                   WORDS: tl.constexpr):
-    """(words, least and greatest word of each of the SPAN tiles side by side); pointers [rows, SPAN * WORDS]."""
+def _load_words(rows, columns, stride_mk, words_k, EMPTY_WORD: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+                BOUND: tl.constexpr):
+    """[rows, columns] of the mask; rows are pointers."""
+    pointers = rows + (columns if UNIT_STRIDE else columns * stride_mk)[None, :]
     if BOUND:
-        words = tl.load(pointers, mask=inside[None, :], other=EMPTY_WORD)
+        return tl.load(pointers, mask=(columns < words_k)[None, :], other=EMPTY_WORD)
     else:
-        words = tl.load(pointers)
-    # Down the columns first: those lie in one thread, or meet once.
-    least = tl.min(tl.reshape(tl.min(words, 0), [SPAN, WORDS]), 1)
-    greatest = tl.max(tl.reshape(tl.max(words, 0), [SPAN, WORDS]), 1)
-    return words, least, greatest
+        return tl.load(pointers)
+
+
+@triton.jit
+def _rows_with_larger(words, row_bits, HIGH_BITS: tl.constexpr):
+    """A bit for each row of words that has a number which is certain to be larger than the lowest one."""
+    found = tl.max(((words & HIGH_BITS) != HIGH_BITS).to(tl.int32), 1)
+    return tl.sum(tl.where(found > 0, row_bits, 0), 0)
 
 
 @triton.jit
 def classify_mask(
     mask, tiles,
     stride_mb, stride_mh, stride_mq, stride_mk,
-    mask_heads, mask_q, words_k, strips_q, strips_k, larger_offset,
-    ROWS: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, WORD_BITS: tl.constexpr, UNIT_STRIDE: tl.constexpr,
-    BOUND: tl.constexpr, EMPTY_WORD: tl.constexpr, FULL_WORD: tl.constexpr, LOWEST_WORD: tl.constexpr,
-    HIGH_BITS: tl.constexpr, HAS_LOWEST: tl.constexpr,
+    mask_heads, mask_q, words_k, strips_q, strips_k, tiles_each, larger_offset,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, WORD_BITS: tl.constexpr, ELEMENTS: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, BOUND: tl.constexpr, EMPTY_WORD: tl.constexpr, FULL_WORD: tl.constexpr,
+    LOWEST_WORD: tl.constexpr, HIGH_BITS: tl.constexpr, HUGE_BITS: tl.constexpr, HAS_LOWEST: tl.constexpr,
 ):
     """Fill tiles [mask batches * heads, strips_q, strips_k] with classes; for a float mask also which rows have more.
 
-    The mask is read as words of WORD_BITS bits, which may hold several elements; WORDS of them are a row of a tile, and
-    strides and words_k count them. ROWS is 64, or 1 for a mask with one row for all queries. *_WORD are words full of
-    one element. larger_offset leads to a plane like tiles with one bit for each row of the tile.
+    A program walks tiles_each tiles of a strip; it is one warp, without barriers, where vectors of 16 bytes make a tile
+    small enough for its registers. The mask is read as words of WORD_BITS bits, ELEMENTS elements in each; WORDS of them
+    are a row of a tile, and strides and words_k count them. ROWS is 64, or 1 for a mask with one row for all queries.
+    *_WORD are words full of one element. larger_offset leads to a plane like tiles with one bit for each row of a tile.
     """
-    chunks = tl.cdiv(strips_k, SPAN)
+    groups = tl.cdiv(strips_k, tiles_each)
     program = tl.program_id(0)
-    chunk = program % chunks
-    strip = program // chunks % strips_q
-    plane = program // (chunks * strips_q)
+    group = program % groups
+    strip = program // groups % strips_q
+    plane = program // (groups * strips_q)
     base = mask.to(tl.pointer_type(tl.core.get_int_dtype(WORD_BITS, True)), bitcast=True)
     base += (plane // mask_heads).to(tl.int64) * stride_mb + (plane % mask_heads).to(tl.int64) * stride_mh
     base += strip.to(tl.int64) * ROWS * stride_mq
+    tiles += (plane.to(tl.int64) * strips_q + strip) * strips_k
 
     # Rows past the end repeat the last one, which changes no tile's class; keys past the end are not seen.
-    last_row = mask_q - 1 - strip * ROWS
-    columns = chunk * (SPAN * WORDS) + tl.arange(0, SPAN * WORDS)
-    inside = columns < words_k
-    offsets = columns if UNIT_STRIDE else columns * stride_mk
-    rows = tl.minimum(tl.arange(0, ROWS), last_row)
-    larger = tl.zeros([SPAN], tl.int64)
+    rows = base + tl.minimum(tl.arange(0, ROWS), mask_q - 1 - strip * ROWS)[:, None] * stride_mq
     row_bits = tl.full([1], 1, tl.int64) << tl.arange(0, ROWS).to(tl.int64)
-
-    undecided = True
-    if ROWS > 8:
-        few = tl.minimum(tl.arange(0, 8) * (ROWS // 8), last_row)
-        _, least, greatest = _bits_of_tiles(base + few[:, None] * stride_mq + offsets[None, :], inside, EMPTY_WORD,
-                                           BOUND, SPAN, WORDS)
-        there = chunk * SPAN + tl.arange(0, SPAN) < strips_k
-        undecided = tl.max(((least == greatest) & there).to(tl.int32), 0) > 0
-    if undecided:
-        words, least, greatest = _bits_of_tiles(base + rows[:, None] * stride_mq + offsets[None, :], inside, EMPTY_WORD,
-                                               BOUND, SPAN, WORDS)
-        classes = tl.where(least == EMPTY_WORD, EMPTY, tl.where(least == FULL_WORD, FULL, MIXED))
+    few = tl.arange(0, 128 // WORD_BITS)
+    for position in range(group * tiles_each, tl.minimum((group + 1) * tiles_each, strips_k)):
+        tile_class = MIXED
+        larger = tl.zeros([], tl.int64)
+        undecided = True
+        if HAS_LOWEST and ROWS > 1:
+            # The first 16 bytes of each row. A number that is neither zero nor huge and negative shows the tile to be
+            # mixed, as in all of a dense bias; and as many numbers tell of most rows that they have larger ones.
+            sample = _load_words(rows, position * WORDS + few, stride_mk, words_k, EMPTY_WORD, UNIT_STRIDE, BOUND)
+            larger = _rows_with_larger(sample, row_bits, HIGH_BITS)
+            lacking = ~sample & HUGE_BITS
+            if ELEMENTS == 2:
+                ordinary = ((lacking << 16) != 0) & ((lacking >> 16) != 0)
+            else:
+                ordinary = lacking != 0
+            ordinary = tl.min(tl.reshape(ordinary.to(tl.int32), [ROWS * (128 // WORD_BITS)]), 0)
+            other = tl.max(tl.reshape((sample != FULL_WORD).to(tl.int32), [ROWS * (128 // WORD_BITS)]), 0)
+            undecided = (ordinary == 0) | (other == 0)
+        if undecided:
+            words = _load_words(rows, position * WORDS + tl.arange(0, WORDS), stride_mk, words_k, EMPTY_WORD,
+                                UNIT_STRIDE, BOUND)
+            least = tl.min(tl.reshape(words, [ROWS * WORDS]), 0)
+            greatest = tl.max(tl.reshape(words, [ROWS * WORDS]), 0)
+            tile_class = tl.where(least == EMPTY_WORD, EMPTY, tl.where(least == FULL_WORD, FULL, MIXED))
+            if HAS_LOWEST:
+                tile_class = tl.where(least == LOWEST_WORD, LOWEST, tile_class)
+            tile_class = tl.where(least == greatest, tile_class, MIXED)
+            if HAS_LOWEST:
+                larger = tl.where(tile_class == FULL, tl.full([], -1 if ROWS == 64 else 1, tl.int64), 0)
+                if tile_class == MIXED:
+                    larger = _rows_with_larger(words, row_bits, HIGH_BITS)
+        tl.store(tiles + position, tl.cast(tile_class, tl.int64))
         if HAS_LOWEST:
-            classes = tl.where(least == LOWEST_WORD, LOWEST, classes)
-            flags = tl.max(tl.reshape(((words & HIGH_BITS) != HIGH_BITS).to(tl.int32), [ROWS, SPAN, WORDS]), 2)
-            larger = tl.sum(tl.where(flags > 0, row_bits[:, None], 0), 0)
-        classes = tl.where(least == greatest, classes, MIXED)
-    else:
-        classes = tl.full([SPAN], MIXED, tl.int32)
-        if HAS_LOWEST:
-            # All tiles are mixed, and a few elements of each row will tell that it has larger ones. Nothing else may
-            # be concluded if they do not, and nothing is: its tiles are then visited.
-            some = chunk * (SPAN * WORDS) + tl.arange(0, 8)
-            steps = some if UNIT_STRIDE else some * stride_mk
-            sample = tl.load(base + rows[:, None] * stride_mq + steps[None, :], mask=(some < words_k)[None, :],
-                             other=EMPTY_WORD)
-            found = tl.max(((sample & HIGH_BITS) != HIGH_BITS).to(tl.int32), 1)
-            larger += tl.sum(tl.where(found > 0, row_bits, 0), 0)
-
-    positions = chunk * SPAN + tl.arange(0, SPAN)
-    tiles += (plane.to(tl.int64) * strips_q + strip) * strips_k
-    tl.store(tiles + positions, classes.to(tl.int64), mask=positions < strips_k)
-    if HAS_LOWEST:
-        tl.store(tiles + larger_offset + positions, larger, mask=positions < strips_k)
+            tl.store(tiles + larger_offset + position, larger)
 
 
 @triton.jit

@@ -75,17 +75,20 @@ def test_dynamic_lengths_compile_once(plugin, launched, note, device, take_every
 
 
 @pytest.mark.cuda_only
-def test_reduce_overhead(plugin, launched, note, take_everything):
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_with_cuda_graphs(plugin, launched, note, take_everything, mode):
+    """Training: forward and backward are replayed from graphs, each of whose steps must see its own inputs."""
+
     def attention(q, k, v, m):
         return F.scaled_dot_product_attention(q * 1.0, k, v, is_causal=True)
 
-    function = torch.compile(attention, fullgraph=True, mode="reduce-overhead")
+    function = torch.compile(attention, fullgraph=True, mode=mode)
     for step in range(5):
         call = simple_call(2, 4, 256, head_dim=64, is_causal=True, seed=10 * step)
         grad_out = gradient_for(call)
         torch.compiler.cudagraph_mark_step_begin()
         results = compiled_results(function, call, grad_out)
-        note(check(results, expect(call, grad_out), None, f"reduce-overhead, step {step}"))
+        note(check(results, expect(call, grad_out), None, f"{mode}, step {step}"))
 
 
 def test_switching_the_plugin_recompiles(plugin, launched, device, take_everything):
@@ -201,6 +204,13 @@ def test_attention_written_by_hand_ends_in_ours_when_inductor_finds_it(plugin, l
     assert (out.double() - expected).abs().max() < 4e-3
 
 
+WITHOUT_ATTENTION = """
+import sys, torch
+query = torch.randn(8, device="cuda")
+with torch.no_grad():
+    program = torch.export.export(torch.nn.ReLU(), (query,))
+    torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1]))
+"""
 PACKAGED = """
 import sys, torch, torch.nn.functional as F
 import torch_flashbackend
@@ -232,9 +242,16 @@ def test_packages_of_aot_inductor_hold_stocks_operators(tmp_path):
     """Made in a process with the plugin, loaded in one without."""
     files = [str(tmp_path / "attention.pt2"), str(tmp_path / "tensors.pt")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} | {"TORCH_FLASHBACKEND": ""}
-    for script in (PACKAGED, LOADED):
+
+    def run(script):
         command = [sys.executable, "-c", script, *files]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+    # PyTorch's loader itself ends the process on some machines, for packages without attention and without this plugin.
+    if run(WITHOUT_ATTENTION).returncode < 0:
+        pytest.skip("PyTorch's AOTInductor cannot load its own packages on this machine")
+    for script in (PACKAGED, LOADED):
+        done = run(script)
         assert done.returncode == 0, (script, done.returncode, done.stderr[-2000:])
     package = (tmp_path / "attention.pt2").read_bytes()
     assert b"flashbackend::attention" not in package and b"flashbackend.attention" not in package

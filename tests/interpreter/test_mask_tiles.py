@@ -141,7 +141,7 @@ def check_lists(mask: Tensor, seqlen_q: int, query_tile: Tile, key_tile: Tile) -
     return buffer, lists[0]
 
 
-BLOCKS = [(64, 64), (128, 64), (64, 128), (32, 16), (16, 32), (256, 32)]
+BLOCKS = [(64, 64), (128, 64), (64, 128), (128, 128), (32, 16), (16, 32), (256, 32)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, HALF, BFLOAT, SINGLE], ids=str)
