@@ -1,11 +1,15 @@
 """Measure ways to run the decoding kernel on this GPU, for ``_DECODE`` in ``kernels/triton/tiles.py`` and the rules of
-``kernels/triton/decode_plan.py``: how many splits, and who adds up what they leave.
+``kernels/triton/decode_plan.py``: which tile, how many splits, and who adds up what they leave.
 
     python -m benchmarks.tune_decode --out benchmarks/results/tune_decode.json [--only D128] [--budget 70]
+    python -m benchmarks.tune_decode --judge benchmarks/results/tune_decode.json
+
+The second line measures nothing: it shows what the rules choose for each call of a file, beside the best of the file.
 
 Every call is a CUDA graph over more keys and values than the L2 cache holds, replayed in turn with the others and with
 PyTorch's default kernel. A variant is a tile, a number of splits and a merge ("last": the last program to arrive,
-"launch": a launch of its own, "none": one split, "left": as "launch", but nobody merges: what merging costs).
+"launch": a launch of its own, "none": one split, "left": as "launch", but nobody merges: what merging costs). What the
+rules choose is always among them.
 Variants are compiled in parallel first (Triton's cache on disk hands them over).
 """
 
@@ -15,6 +19,7 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import json
 import math
 import time
 from collections import defaultdict
@@ -29,7 +34,7 @@ from benchmarks.harness import Results, compile_all, environment, significant
 from torch_flashbackend.kernels.triton import attention, decode_plan
 from torch_flashbackend.kernels.triton.decode_plan import DecodeOptions, DecodePlan
 from torch_flashbackend.kernels.triton.launch import device_target
-from torch_flashbackend.kernels.triton.tiles import SHARED_MEMORY, DecodeTile
+from torch_flashbackend.kernels.triton.tiles import SHARED_MEMORY, DecodeTile, decode_tiles
 
 MULTIPROCESSORS = 132
 MULTIPROCESSOR_SHARED = 233472
@@ -58,8 +63,6 @@ class Variant:
     tile: tuple[int, int, int, int]
     splits: int
     merge: str = "none"
-    dependent: bool = True
-    stream_query: bool = True
 
     @property
     def tile_name(self) -> str:
@@ -68,18 +71,18 @@ class Variant:
 
     @property
     def name(self) -> str:
-        rest = ("" if self.dependent else " independent") + ("" if self.stream_query else " query once")
-        return f"{self.tile_name} {self.splits} {self.merge}{rest}"
+        return f"{self.tile_name} {self.splits} {self.merge}"
+
+    def decode_tile(self, rows: int) -> DecodeTile:
+        """The tile as the plan of a call with so many rows that share keys has it."""
+        return DecodeTile(max(16, min(self.tile[3], decode_plan._power_of_two(rows))), *self.tile[:3], 1)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Plans that are made meanwhile are of this variant."""
         replaced = {
-            "choose_decode": lambda family, itemsize, head_dim, block_m: DecodeTile(block_m, *self.tile[:3], 1),
+            "decode_tiles": lambda *of_call: (self.decode_tile(of_call[-1]),),
             "merges_by_launch": lambda *_: self.merge in ("launch", "left"),
-            "MAX_BLOCK_M": self.tile[3],
-            "DEPENDENT": self.dependent,
-            "STREAM_QUERY": self.stream_query,
         }
         before = {name: getattr(decode_plan, name) for name in replaced}
         try:
@@ -113,11 +116,20 @@ def chosen_cases(only: str) -> list[cases.Case]:
     return [item for item in found if item.bytes <= LARGEST_CALL and any(t in item.label for t in only.split(","))]
 
 
-def variants_of(case: cases.Case, independent: bool = False) -> list[Variant]:
-    """Programs for about one half, one, two and three waves of the multiprocessors, and both ways to merge.
+def chosen(case: cases.Case) -> Variant:
+    """What the rules choose on an H200."""
+    rows, pairs = case.heads // case.kv_heads * case.seqlen_q, case.batch * case.kv_heads
+    tiles = decode_tiles("sm_90", 2, case.head_dim, rows)
+    tile, splits = decode_plan.choose(tiles, pairs, rows, case.seqlen_k, 4 * case.head_dim, case.head_dim,
+                                      MULTIPROCESSORS)  # fmt: skip
+    units, block_r = pairs * -(-rows // tile.block_m), min(tile.block_m, decode_plan._power_of_two(rows))
+    by_launch = decode_plan.merges_by_launch(units, splits, block_r, case.head_dim, MULTIPROCESSORS)
+    merge = "none" if splits == 1 else "launch" if by_launch else "last"
+    return Variant((tile.block_n, tile.num_warps, tile.num_stages, tile.block_m), splits, merge)
 
-    independent: without programmatic dependent launch.
-    """
+
+def variants_of(case: cases.Case) -> list[Variant]:
+    """Programs for about one half, one, two and three waves of the multiprocessors, and both ways to merge."""
     rows = case.heads // case.kv_heads * case.seqlen_q
     tiles = (FEW_ROWS if rows <= 16 else MANY_ROWS)[case.head_dim][: TILES_OF_GROUP.get(rows, 3)]
     found = []
@@ -133,13 +145,9 @@ def variants_of(case: cases.Case, independent: bool = False) -> list[Variant]:
             found += [Variant(tile, splits, merge) for merge in (("none",) if splits == 1 else ("last", "launch"))]
         if number == 0 and rows in (4, 32):
             most = [splits for splits in wanted if splits * units <= MULTIPROCESSORS] or wanted[:1]
-            merge = "none" if most[-1] == 1 else "last"
-            found.append(Variant(tile, most[-1], merge, dependent=False))
-            if tile[3] == 16:
-                found.append(Variant(tile, most[-1], merge, stream_query=False))
             if most[-1] > 1:
-                found += [Variant(tile, most[-1], "launch", dependent=False), Variant(tile, most[-1], "left")]
-    return [dataclasses.replace(v, dependent=False) for v in found] if independent else found
+                found.append(Variant(tile, most[-1], "left"))
+    return list(dict.fromkeys([*found, chosen(case)]))
 
 
 def compile_one(arguments) -> str | None:
@@ -256,11 +264,49 @@ def regime(row: dict) -> tuple:
     return case["head_dim"], "16 rows" if rows <= 16 else "more rows", "many" if many else "few"
 
 
+def usual_variants(row: dict) -> list[dict]:
+    """Those that compute the result as the kernel does now; older files also have what it has no switch for any more."""
+    return [v for v in row["variants"]
+            if v["merge"] != "left" and v.get("stream_query", True) and v.get("dependent", True)]  # fmt: skip
+
+
+def judgement(rows: list[dict]) -> list[str]:
+    """A table: each call's microseconds by PyTorch's default, by the best variant and by what the rules choose.
+
+    Of choices that were not measured, "~" and the nearest number of splits with the same tile and merge; then means.
+    """
+    lines = ["| call | default | best | | rule | | rule / best | rule / default |", "|---|---|---|---|---|---|---|---|"]
+    ratios: dict[tuple, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        usual = usual_variants(row)
+        if not usual:
+            continue
+        case = cases.Case(**row["case"])
+        best, rule = min(usual, key=lambda v: v["us"]), chosen(case)
+        alike = [v for v in usual if v["tile"] == rule.tile_name and v["merge"] == rule.merge]
+        label = row["label"].removeprefix("decode: ")
+        shown = f"| {label} | {row['default_us']} | {best['tile']} {best['splits']} {best['merge']} | {best['us']} |"
+        if not alike:
+            lines.append(f"{shown} {rule.name} | not measured | | |")
+            continue
+        nearest = min(alike, key=lambda v: abs(math.log(v["splits"] / rule.splits)))
+        note = "" if nearest["splits"] == rule.splits else f"~{nearest['splits']} "
+        ratio = nearest["us"] / best["us"], nearest["us"] / row["default_us"]
+        ratios[regime(row)].append(ratio)
+        lines.append(f"{shown} {rule.name} | {note}{nearest['us']} | {ratio[0]:.2f} | {ratio[1]:.2f} |")
+    for key, found in sorted(ratios.items(), key=str):
+        means = [math.exp(sum(map(math.log, of)) / len(of)) for of in zip(*found, strict=True)]
+        worst = [max(of) for of in zip(*found, strict=True)]
+        lines.append(f"{key}, {len(found)} calls: {means[0]:.3f} of the best (at most {worst[0]:.2f}), "
+                     f"{means[1]:.3f} of the default (at most {worst[1]:.3f})")  # fmt: skip
+    return lines
+
+
 def summary(rows: list[dict]) -> list[str]:
     """For each regime: by tile and merge, the geometric mean of its best time over the best of all, and the worst."""
     ratios: dict[tuple, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        usual = [v for v in row["variants"] if v["merge"] != "left" and v["stream_query"]]
+        usual = usual_variants(row)
         if not usual:
             continue
         least = min(v["us"] for v in usual)
@@ -281,13 +327,18 @@ def summary(rows: list[dict]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--independent", action="store_true", help="without programmatic dependent launch")
+    parser.add_argument("--judge", metavar="FILE", help="show the rules' choices for the calls of this file")
     parser.add_argument("--only", default="", help="cases whose label has one of these texts, separated by commas")
     parser.add_argument("--budget", type=float, default=70.0, help="seconds of measuring after which no case is begun")
     options = parser.parse_args(argv)
+    if options.judge:
+        print(*judgement(json.loads(Path(options.judge).read_text())["rows"]), sep="\n")
+        return 0
+    if not options.out:
+        parser.error("--out or --judge")
     device = torch.device(options.device)
     work = chosen_cases(options.only)
     if device.type == "cuda":
@@ -295,9 +346,9 @@ def main(argv: list[str] | None = None) -> int:
         target = device_target(device)
         kinds = {}
         for case in work:
-            for variant in variants_of(case, options.independent):
+            for variant in variants_of(case):
                 key = (case.head_dim, case.heads // case.kv_heads * case.seqlen_q, variant.tile, variant.merge != "left"
-                       and variant.merge, variant.dependent, variant.stream_query)  # fmt: skip
+                       and variant.merge)  # fmt: skip
                 kinds.setdefault(key, (case, variant, target))
         compile_all(compile_one, list(kinds.values()))
     else:
@@ -312,16 +363,16 @@ def main(argv: list[str] | None = None) -> int:
         if time.monotonic() - began > options.budget:
             left.append(case.label)
             continue
-        variants = variants_of(case, options.independent)
+        variants = variants_of(case)
         cuda = device.type == "cuda"
         row = measure(case, variants if cuda else variants[:3], buffer, options.rounds if cuda else 1)
         results.add(row)
         shown = "  ".join(
-            f"{v['tile']} {v['splits']} {v['merge']}{'' if v['dependent'] else ' independent'}"
-            f"{'' if v['stream_query'] else ' query once'} {v['us']}" for v in row["variants"][:8])  # fmt: skip
+            f"{v['tile']} {v['splits']} {v['merge']} {v['us']}" for v in row["variants"][:8])  # fmt: skip
         print(f"{row['label']}: default {row['default_us']}  {shown}"
               + (f"  failed: {row['failed']}" if row["failed"] else ""), flush=True)  # fmt: skip
-    print(f"measured in {time.monotonic() - began:.0f} s", *summary(results.data["rows"]), sep="\n", flush=True)
+    print(f"measured in {time.monotonic() - began:.0f} s", *summary(results.data["rows"]),
+          *judgement(results.data["rows"]), sep="\n", flush=True)  # fmt: skip
     results.finish(left)
     return 0
 

@@ -5,6 +5,7 @@ A warm Triton cache (TRITON_CACHE_DIR, ~/.triton) makes this a matter of seconds
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -366,15 +367,15 @@ DECODING = {
     "float32": {"dtype": torch.float32},
     "bool mask": {"mask": ((1, 1, 1, 8192), torch.bool)},
     "float mask": {"mask": ((1, 32, 4, 8192), torch.bfloat16), "queries": 4},
-    "lengths": {"seqused_k": integers(1), "leftpad_k": integers(1), "bottom_right": True, "causal": True},
+    "lengths": {"num_splits": 2, "seqused_k": integers(1), "leftpad_k": integers(1), "bottom_right": True, "causal": True},
     "large pages": {"page": 256, "seqused_k": integers(1)},
     "small pages": {"page": 16, "seqused_k": integers(1), "bottom_right": True, "window_left": 100},
     "natural units": {"softcap": 30.0, "alibi_slopes": torch.empty(32, device="meta")},
-    "sinks": {"sinks": torch.empty(32, device="meta")},
+    "sinks": {"num_splits": 2, "sinks": torch.empty(32, device="meta")},
 }
 
 
-MERGED_BY_LAUNCH = {"one key head"}
+MERGED_BY_LAST = {"lengths", "sinks"}  # the other split ones: by a launch of its own
 
 
 def some_decoding() -> list[Any]:
@@ -392,12 +393,12 @@ def test_decoding_compiles(name, kind):
     check(result, TARGETS[name])
     text = assembly(result)
     assert TENSOR_CORES.search(text)
-    assert len(merge) == (kind in MERGED_BY_LAUNCH)
+    assert len(merge) == (kind not in MERGED_BY_LAST | {"unsplit"})
     if merge:
         check(merge[0], TARGETS[name])
     if TARGETS[name].backend == "cuda":
         # What one program leaves the others see: released and acquired by the same atomic, or by the end of a launch.
-        assert ("atom.global.gpu.acq_rel" in text) == (kind != "unsplit" and not merge)
+        assert ("atom.global.gpu.acq_rel" in text) == (kind in MERGED_BY_LAST)
         dependent = 90 <= TARGETS[name].arch < 110
         assert all(("griddepcontrol.wait" in assembly(item)) == dependent for item in (result, *merge))
         if kind != "unaligned":  # keys and values come by asynchronous copies of 16 bytes
@@ -408,9 +409,11 @@ def test_decoding_compiles(name, kind):
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("family_name", tiles.SHARED_MEMORY)
 def test_tiles_of_decoding_are_valid(family_name, itemsize):
-    for head_dim in (16, 64, 128, 256):
-        tile = tiles.choose_decode(family_name, itemsize, head_dim, 16)
-        assert is_power_of_two(tile.block_n) and tile.block_n >= 16 and tile.programs >= 1
-        assert is_power_of_two(tile.num_warps) and tile.num_stages >= 1
+    for head_dim, rows in itertools.product((16, 64, 128, 256), (1, 16, 17, 33, 64, 512)):
+        for tile in tiles.decode_tiles(family_name, itemsize, head_dim, rows):
+            assert is_power_of_two(tile.block_n) and tile.block_n >= 16 and tile.programs >= 1
+            assert is_power_of_two(tile.num_warps) and tile.num_stages >= 1
+            assert tile.block_m in (16, 32, 64) and tile.block_m < 2 * max(rows, 16)
+            assert 2 * tile.num_stages * tile.block_n * head_dim * itemsize <= tiles.SHARED_MEMORY[family_name]
     with pytest.raises(ValueError):
-        tiles.choose_decode(family_name, itemsize, 512, 16)
+        tiles.decode_tiles(family_name, itemsize, 512, 16)

@@ -1,4 +1,4 @@
-"""Attention of a few queries over many keys, in one launch: the keys are split among programs, the last one combines.
+"""Attention of a few queries over many keys: the keys are split among programs, the last or a second launch combines.
 
 Method: Dao et al., "Flash-Decoding" (2023); the rows of a key head's query heads share a tile, as in Ainslie et al.,
 "GQA" (arXiv 2305.13245). One program has the rows of BLOCK_M (query, query head) pairs of one key head and every
@@ -8,8 +8,9 @@ num_splits-th tile of keys, so that keys in use that lie together (a cache fille
     for each of the program's key tiles (with a mask: of those that any row sees, found before):
         scores = query @ key^T;  bias, bounds, mask;  online softmax;  accumulator += probabilities @ value
     one split:   out = accumulator / row sum
-    many splits: leave maximum, sum and accumulator in `partials`, add 1 to a counter; who finds FAN_IN - 1 there merges
-                 these FAN_IN partial results in their order; with more than FAN_IN splits a second time over the merged
+    many splits: leave maximum, sum and accumulator in `partials`
+        few and small: add 1 to a counter; who finds all others there merges the partial results in their order
+        otherwise:     the second launch, ``merge_splits``, does so, one program for each row
 
 Whoever arrives last sets the counter back to zero, so that launches that follow each other need nothing in between, and
 the order of every sum is fixed: equal inputs give equal bits. On-chip budget: num_stages tiles of keys and values in
@@ -202,19 +203,19 @@ def _arrive(counter, expected):
 
 
 @triton.jit
-def _merge(partials, statistics, first, last, first_row, num_rows, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+def _merge(partials, statistics, count, first_row, num_rows, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
            BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr, NATURAL: tl.constexpr):
-    """(accumulator, maximum, sum) of the partial results first..last, of ROWS of their rows, added up in this order."""
+    """(accumulator, maximum, sum) of `count` partial results, of ROWS of their rows, added up in their order."""
     rows = first_row + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_DV)
     present = rows < num_rows
     accumulator = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
-    for start in tl.range(first, last, AT_ONCE):
+    for start in tl.range(0, count, AT_ONCE):
         # All loads before anything that needs one of them: what a barrier follows waits for the memory each time.
         numbers = start + tl.arange(0, AT_ONCE)
-        inside = (numbers < last)[:, None] & present[None, :]
+        inside = (numbers < count)[:, None] & present[None, :]
         origin = numbers.to(tl.int64) * BLOCK_R
         pointers = statistics + 2 * origin[:, None] + rows[None, :]
         maxima = tl.load(pointers, mask=inside, other=float("-inf"), cache_modifier=".cg")
@@ -315,7 +316,7 @@ def attention_decode(
     stride_sb, stride_tb, num_kv_heads, group_size, seqlen_q, seqlen_k, seqused_more, num_splits, statistics_offset,
     offset, window_left, window_right, query_step, scale, softcap,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, MERGE: tl.constexpr, FAN_IN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, MERGE: tl.constexpr,
     AT_ONCE: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr,
     MASK_PER_HEAD: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BOUND_KEYS: tl.constexpr, PAGE: tl.constexpr,
@@ -445,38 +446,17 @@ def attention_decode(
             _finish(accumulator, row_max, row_sum, out + batch * stride_ob, logsumexp, sinks, batch, kv_head, first_row,
                     num_rows, num_kv_heads, group_size, seqlen_q, stride_oh, stride_om, stride_od, BLOCK_M, BLOCK_DV,
                     HEAD_DIM_V, NATURAL, UNIT_STRIDE)
-        elif MERGE == MERGE_BY_LAUNCH:
+        else:
             statistics = partials + statistics_offset + tl.cast(unit, tl.int64) * num_splits * (2 * BLOCK_R)
             partials += tl.cast(unit, tl.int64) * num_splits * (BLOCK_R * BLOCK_DV)
             _leave(partials, statistics, split, accumulator, row_max, row_sum, rows, BLOCK_M, BLOCK_R, BLOCK_DV)
-        else:
-            out += batch * stride_ob
-            num_groups = tl.cdiv(num_splits, FAN_IN)
-            group = split // FAN_IN
-            slots = num_splits + num_groups
-            statistics = partials + statistics_offset + tl.cast(unit, tl.int64) * slots * (2 * BLOCK_R)
-            partials += tl.cast(unit, tl.int64) * slots * (BLOCK_R * BLOCK_DV)
-            counters += unit * (1 + num_groups)
-            _leave(partials, statistics, split, accumulator, row_max, row_sum, rows, BLOCK_M, BLOCK_R, BLOCK_DV)
-            first = group * FAN_IN
-            last = tl.minimum(first + FAN_IN, live_splits)
-            if _arrive(counters + 1 + group, last - first):
-                merged, merged_max, merged_sum = _merge(partials, statistics, first, last, 0, rows, BLOCK_R, AT_ONCE,
-                                                        BLOCK_R, BLOCK_DV, NATURAL)
-                live_groups = tl.cdiv(live_splits, FAN_IN)
-                if live_groups == 1:
-                    _finish(merged, merged_max, merged_sum, out, logsumexp, sinks, batch, kv_head, first_row, num_rows,
-                            num_kv_heads, group_size, seqlen_q, stride_oh, stride_om, stride_od, BLOCK_R, BLOCK_DV,
-                            HEAD_DIM_V, NATURAL, UNIT_STRIDE)
-                else:
-                    _leave(partials, statistics, num_splits + group, merged, merged_max, merged_sum, rows, BLOCK_R,
-                           BLOCK_R, BLOCK_DV)
-                    if _arrive(counters, live_groups):
-                        total, total_max, total_sum = _merge(partials, statistics, num_splits, num_splits + live_groups,
-                                                             0, rows, BLOCK_R, AT_ONCE, BLOCK_R, BLOCK_DV, NATURAL)
-                        _finish(total, total_max, total_sum, out, logsumexp, sinks, batch, kv_head, first_row, num_rows,
-                                num_kv_heads, group_size, seqlen_q, stride_oh, stride_om, stride_od, BLOCK_R, BLOCK_DV,
-                                HEAD_DIM_V, NATURAL, UNIT_STRIDE)
+            if MERGE == MERGE_BY_LAST:
+                if _arrive(counters + unit, live_splits):
+                    total, total_max, total_sum = _merge(partials, statistics, live_splits, 0, rows, BLOCK_R, AT_ONCE,
+                                                         BLOCK_R, BLOCK_DV, NATURAL)
+                    _finish(total, total_max, total_sum, out + batch * stride_ob, logsumexp, sinks, batch, kv_head,
+                            first_row, num_rows, num_kv_heads, group_size, seqlen_q, stride_oh, stride_om, stride_od,
+                            BLOCK_R, BLOCK_DV, HEAD_DIM_V, NATURAL, UNIT_STRIDE)
 
 
 @triton.jit
@@ -511,7 +491,7 @@ def merge_splits(
             window_left, window_right, num_splits, BLOCK_M, BLOCK_N, LEFT, RIGHT, BOTTOM_RIGHT)
         statistics = partials + statistics_offset + tl.cast(unit, tl.int64) * num_splits * (2 * BLOCK_R)
         partials += tl.cast(unit, tl.int64) * num_splits * (BLOCK_R * BLOCK_DV)
-        total, total_max, total_sum = _merge(partials, statistics, 0, live_splits, row_in_tile, rows, ROWS, AT_ONCE,
+        total, total_max, total_sum = _merge(partials, statistics, live_splits, row_in_tile, rows, ROWS, AT_ONCE,
                                              BLOCK_R, BLOCK_DV, NATURAL)
         _finish(total, total_max, total_sum, out + batch * stride_ob, logsumexp, sinks, batch,
                 head_index % num_kv_heads, first_row + row_in_tile, num_rows, num_kv_heads, group_size, seqlen_q,

@@ -19,16 +19,12 @@ from .common import MASK_FLOAT
 from .counters import counters
 from .decode import MERGE_BY_LAST, MERGE_BY_LAUNCH, MERGE_NONE, attention_decode, merge_splits
 from .launch import Launch
-from .tiles import DecodeTile, Tile, choose_decode
+from .tiles import DecodeTile, Tile, decode_tiles
 
 MAX_QUERIES = 16
 """With more queries than these a call is no longer bound by reading keys and values."""
 MAX_HEAD_DIM = 256
-MAX_BLOCK_M = 64
 _MAX_SPLITS = 1024
-# For measurements (benchmarks/tune_decode.py): copy the query tile with every tile of keys, where that costs little.
-STREAM_QUERY = True
-DEPENDENT = True
 _LOG2E = math.log2(math.e)
 
 
@@ -75,44 +71,96 @@ def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def fan_in(block_r: int, block_dv: int) -> int:
-    """How many partial results one program merges: few where they are large, so that many programs share the work."""
-    return 64 if block_r * block_dv <= 1024 else 16
-
-
 def at_once(number: int, rows: int, block_dv: int, num_warps: int) -> int:
     """How many of `number` partial results to load at once: as many as registers hold, 64 of each thread."""
     return max(1, min(_power_of_two(number), 2048 * num_warps // (rows * block_dv)))
 
 
-@functools.lru_cache(maxsize=4096)
-def choose_splits(units: int, key_tiles: int, slots: int, tile_bytes: int, block_r: int, block_dv: int) -> int:
-    """Into how many parts to cut key_tiles tiles of keys, for each of `units` sets of rows that share keys.
+def merges_by_launch(units: int, splits: int, block_r: int, block_dv: int, multiprocessors: int) -> bool:
+    """Is a launch of its own worth its CPU time (3 to 4 us of an eager call): does it save a microsecond on the GPU?
 
-    slots: programs that run at once. The estimate is in times of one tile of tile_bytes: a program takes two more than
-    it has tiles for its start and its end; merging is what the last program reads by itself, at six times the rate that
-    it has while all run, and one more for each round of counting.
+    It does from 4,096 numbers for each unit on, which its last program would read by itself. Of many units the last
+    programs merge side by side, beside others that still compute, and few splits then want no launch.
     """
-    width = fan_in(block_r, block_dv)
-    best, least = 1, math.inf
-    tiles_each = 0
-    for splits in range(1, min(key_tiles, _MAX_SPLITS, width * width) + 1):
-        if -(-key_tiles // splits) == tiles_each:
-            continue  # as many tiles for the longest, and more programs
-        tiles_each = -(-key_tiles // splits)
-        cost = -(-units * splits // slots) * (tiles_each + 2.0)
-        if splits > 1:
-            rounds = 1 if splits <= width else 2
-            merged = min(splits, width) + (-(-splits // width) if rounds == 2 else 0)
-            cost += rounds + merged * block_r * block_dv * 4 / tile_bytes / 6
-        if cost < least:
-            best, least = splits, cost
+    return splits * block_r * block_dv >= 4096 and (3 * units < multiprocessors or splits > 4)
+
+
+# What choose weighs, in microseconds, fitted to 111 calls of benchmarks/tune_decode.py on an H200; NOTES.md says how well
+# it predicts. Other GPUs have other rates, but choices depend on their ratios alone.
+_RATE = 32.5 * 1024
+"""Bytes per microsecond of one multiprocessor's share of the memory."""
+_ON_THEIR_WAY = 65 * 1024
+"""Bytes that a multiprocessor must have asked for to get that rate."""
+_START, _START_OF_MORE_ROWS = 1.5, 0.5
+_TILE = 0.016
+"""Of each tile of each program that a multiprocessor runs."""
+_FIRST_TILE = 0.6
+"""Which part of the first tile's time nothing hides."""
+_LATER_START = 0.5
+"""Which part of a start is left when other programs run beside it."""
+_READ_AGAIN = 0.58
+"""What a tile costs of which other programs read the same keys, from the L2 cache."""
+_MORE_ROWS = 1.15
+"""How much longer a program with more than 16 rows computes on a tile before it asks for the next."""
+_LAST_MERGE, _LAST_MERGE_OF_1024 = 1.9, 0.63
+"""By the last program, and for 1,024 numbers of a unit."""
+_LAUNCH_MERGE, _LAUNCH_MERGE_OF_SPLIT, _LAUNCH_MERGE_OF_1024_ROWS = 3.2, 0.012, 3.0
+
+
+def estimate(tile: DecodeTile, pairs: int, rows: int, key_tiles: int, splits: int, row_bytes: int, block_dv: int,
+             multiprocessors: int) -> float:
+    """Microseconds of a call beside what is the same for all choices; arguments as of ``choose``.
+
+    Waves of programs, one after the other. Each starts, waits for its first tile and then takes its share of the
+    memory's rate, or less where its own copies on their way do not allow for that.
+    """
+    row_tiles = -(-rows // tile.block_m)
+    units = pairs * row_tiles
+    tile_bytes = tile.block_n * row_bytes
+    large = tile.block_m > 16
+    own = _ON_THEIR_WAY / max(1, (tile.num_stages - 1) * tile_bytes) * (_MORE_ROWS if large else 1.0)
+    share = 1.0 if row_tiles == 1 else _READ_AGAIN
+    tiles_each = -(-key_tiles // splits)
+    tile_time = tile_bytes / _RATE
+    start = _START + _FIRST_TILE * tile_time + (_START_OF_MORE_ROWS if large else 0.0)
+
+    def walk(programs: int) -> float:
+        return tiles_each * (tile_time * max(programs * share, own) + _TILE * programs)
+
+    waves, rest = divmod(units * splits, tile.programs * multiprocessors)
+    time = waves * (_LATER_START * start + walk(tile.programs))
+    if rest:
+        time += start + walk(-(-rest // multiprocessors))
+    if splits > 1:
+        block_r = min(tile.block_m, _power_of_two(rows))
+        if merges_by_launch(units, splits, block_r, block_dv, multiprocessors):
+            time += _LAUNCH_MERGE + _LAUNCH_MERGE_OF_SPLIT * splits
+            time += _LAUNCH_MERGE_OF_1024_ROWS * units * block_r / 1024
+        else:
+            time += _LAST_MERGE + _LAST_MERGE_OF_1024 * splits * block_r * block_dv / 1024
+    return time
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(tiles: tuple[DecodeTile, ...], pairs: int, rows: int, keys: int, row_bytes: int, block_dv: int,
+           multiprocessors: int) -> tuple[DecodeTile, int]:
+    """(tile, number of splits) of the least estimate.
+
+    pairs: batches times key heads; rows: of each that share keys; keys: that they see; row_bytes: of a key and a value.
+    """
+    best, least = (tiles[0], 1), math.inf
+    for tile in tiles:
+        key_tiles = -(-keys // tile.block_n)
+        most = min(key_tiles, _MAX_SPLITS, 3 * multiprocessors // (pairs * -(-rows // tile.block_m)))
+        tiles_each = 0
+        for splits in range(1, max(1, most) + 1):
+            if -(-key_tiles // splits) == tiles_each:
+                continue  # as many tiles for the longest, and more programs
+            tiles_each = -(-key_tiles // splits)
+            time = estimate(tile, pairs, rows, key_tiles, splits, row_bytes, block_dv, multiprocessors)
+            if time < least:
+                best, least = (tile, splits), time
     return best
-
-
-def merges_by_launch(splits: int, block_r: int, block_dv: int) -> bool:
-    """Are partial results so many or so large that one program would read them for longer than a launch takes?"""
-    return splits * block_r * block_dv > 32768
 
 
 class DecodePlan:
@@ -126,10 +174,7 @@ class DecodePlan:
         seqlen_k = options.block_table.size(1) * page if paged else key.size(2)
         group = call.heads // call.kv_heads
         rows = group * call.seqlen_q
-        block_m = min(MAX_BLOCK_M, max(16, _power_of_two(rows)))
         block_d = call.head_dim_padded  # equal blocks: see attention.py on unequal ones without tensor maps
-        block_r = min(block_m, _power_of_two(rows))
-        row_tiles = -(-rows // block_m)
         # Keys that the causal mask or a window hides from all rows need no programs.
         visible = seqlen_k
         right = 0 if call.is_causal else options.window_right
@@ -138,27 +183,32 @@ class DecodePlan:
             visible = max(1, min(visible, call.seqlen_q + options.offset + right))
         if left is not None and right is not None:
             visible = max(1, min(visible, call.seqlen_q + left + right))
-        tile: DecodeTile = choose_decode(call.family, call.dtype.itemsize, block_d, block_m)
-        key_tiles = -(-visible // tile.block_n)
-        units = call.batch * call.kv_heads * row_tiles
-        tile_bytes = tile.block_n * 2 * block_d * call.dtype.itemsize
-        slots = tile.programs * call.multiprocessors
-        width = fan_in(block_r, block_d)
-        splits = options.num_splits or choose_splits(units, key_tiles, slots, tile_bytes, block_r, block_d)
-        splits = max(1, min(splits, key_tiles, width * width))
+        factor = (scale > 0) - (scale < 0)
+        pairs = call.batch * call.kv_heads
+        tiles = decode_tiles(call.family, call.dtype.itemsize, block_d, rows)
+        if paged:  # tiles that lie in one page each want one page number
+            tiles = tuple(tile for tile in tiles if page % tile.block_n == 0) or tiles
+        # In steps of 16, so that a growing cache asks anew for every sixteenth length only.
+        tile, splits = choose(tiles, pairs, rows, -(-visible // 16) * 16, 2 * block_d * call.dtype.itemsize, block_d,
+                              call.multiprocessors)
+        splits = max(1, min(options.num_splits or splits, -(-visible // tile.block_n), _MAX_SPLITS))
         self.splits = splits
+        block_m = tile.block_m
+        block_r = min(block_m, _power_of_two(rows))
+        units = pairs * -(-rows // block_m)
         merge = MERGE_NONE.value
         if splits > 1:
-            by_launch = merges_by_launch(splits, block_r, block_d)
+            by_launch = merges_by_launch(units, splits, block_r, block_d, call.multiprocessors)
             merge = MERGE_BY_LAUNCH.value if by_launch else MERGE_BY_LAST.value
-        groups = -(-splits // width) if merge == MERGE_BY_LAST.value else 0
-        results = units * (splits + groups)
-        self.counters = units * (1 + groups) if groups else 0
+        results = units * splits
+        self.counters = units if merge == MERGE_BY_LAST.value else 0
         self.partials = results * block_r * (block_d + 2) if splits > 1 else 0
         interpreted = isinstance(attention_decode, InterpretedFunction)
-        dependent = DEPENDENT and call.family == "sm_90" and not interpreted
+        dependent = call.family == "sm_90" and not interpreted
+        # The query tile comes with every tile of keys, where that is cheap; with 256 columns to be merged it is not.
+        stream = block_m == 16 and factor == 1 and call.dtype.itemsize == 2
+        stream = stream and not (merge == MERGE_BY_LAST.value and block_d > 128)
 
-        factor = (scale > 0) - (scale < 0)
         natural = call.mask_kind == MASK_FLOAT.value or options.softcap > 0 or options.alibi_slopes is not None
         kernel_scale = abs(scale) * (1.0 if natural else _LOG2E) if factor else 1.0
         bound = (seqlen_k % tile.block_n != 0 or right is not None or left is not None
@@ -200,8 +250,7 @@ class DecodePlan:
             "BLOCK_N": tile.block_n,
             "BLOCK_R": block_r,
             "MERGE": merge,
-            "FAN_IN": width,
-            "AT_ONCE": at_once(width, block_r, block_d, tile.num_warps),
+            "AT_ONCE": at_once(64, block_r, block_d, tile.num_warps),
             "CHUNK": min(32, 2048 // tile.block_n),
             "MASK": call.mask_kind,
             "MASK_PER_KEY": call.mask_strides[2] == 0 and (call.mask_strides[1] == 0 or group == 1),
@@ -215,7 +264,7 @@ class DecodePlan:
             "PAGE": page,
             "QUERY_FACTOR": factor,
             "UNIT_STRIDE": call.unit_stride,
-            "STREAM_QUERY": STREAM_QUERY and block_m == 16 and factor == 1 and call.dtype.itemsize == 2,
+            "STREAM_QUERY": stream,
             "DEPENDENT": dependent,
             "PRECISION": call.constants["PRECISION"],
         }

@@ -5,6 +5,7 @@ which the sm_90 rows were picked. Families that nobody has measured have tiles t
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile(Tile):
-    """A tile of the decoding kernel, whose block_m comes from the call; programs: how many a multiprocessor runs."""
+    """A tile of the decoding kernel; programs: how many a multiprocessor runs at once."""
 
     programs: int
 
@@ -284,12 +285,36 @@ def choose(kernel: str, family_name: str, itemsize: int, head_dim_padded: int, k
     raise ValueError(f"no tile for {kernel} at head_dim {head_dim_padded} (largest: 512)")
 
 
+_ANY = 1 << 30
+
+# {largest head_dim, padded: {most rows: the tiles that are best somewhere}}, sm_90, 2 bytes per element; measured on an
+# H200 except those of 64 rows. Of tiles that cost the same by decode_plan's estimate the first is taken.
+_DECODE_SM_90 = {
+    64: {
+        16: (DecodeTile(16, 128, 4, 3, 3), DecodeTile(16, 128, 4, 4, 2), DecodeTile(16, 256, 4, 3, 1)),
+        32: (DecodeTile(16, 128, 4, 4, 2), DecodeTile(32, 128, 4, 3, 2)),
+        _ANY: (DecodeTile(64, 128, 8, 3, 2),),
+    },
+    128: {
+        16: (DecodeTile(16, 64, 4, 4, 2), DecodeTile(16, 128, 4, 3, 1)),
+        32: (DecodeTile(16, 64, 4, 4, 2), DecodeTile(32, 64, 4, 4, 2), DecodeTile(32, 128, 8, 3, 1),
+             DecodeTile(16, 128, 4, 3, 1)),
+        64: (DecodeTile(16, 64, 4, 4, 2), DecodeTile(32, 128, 8, 3, 1)),
+        _ANY: (DecodeTile(64, 128, 8, 3, 1),),
+    },
+    256: {
+        16: (DecodeTile(16, 64, 8, 3, 1), DecodeTile(16, 32, 4, 3, 2)),
+        32: (DecodeTile(16, 64, 8, 3, 1), DecodeTile(32, 64, 8, 3, 1), DecodeTile(32, 32, 4, 3, 2)),
+        _ANY: (DecodeTile(64, 32, 8, 3, 2),),
+    },
+}
+
 # {family: {bytes per element: {largest head_dim, padded: (keys, warps, stages, programs for each multiprocessor)}}}, of
-# the decoding kernel. What decides is how many bytes are on their way: (stages - 1) tiles of keys and values for each
-# program, of which an H200 wants 40 KB or more for each multiprocessor.
-_DECODE = {
+# the decoding kernel on GPUs that nobody has measured, and of float32. What decides is how many bytes are on their way:
+# (stages - 1) tiles of keys and values for each program.
+_DECODE: dict[str, dict[int, dict[int, Any]]] = {
     "sm_90": {
-        2: {64: (128, 4, 3, 2), 128: (128, 4, 3, 1), 256: (32, 4, 3, 2)},
+        2: _DECODE_SM_90,
         4: {64: (64, 4, 3, 2), 128: (32, 4, 3, 2), 256: (32, 4, 2, 1)},
     },
     "sm_80": {
@@ -306,11 +331,17 @@ _DECODE = {
     },
 }
 
+def decode_tiles(family_name: str, itemsize: int, head_dim_padded: int, rows: int) -> tuple[DecodeTile, ...]:
+    """Tiles of the decoding kernel among which to choose, for so many rows that share keys (query heads times queries).
 
-def choose_decode(family_name: str, itemsize: int, head_dim_padded: int, block_m: int) -> DecodeTile:
-    """The tile of the decoding kernel for block_m rows and the larger of head_dim and head_dim_v, padded."""
-    for largest, (block_n, num_warps, num_stages, programs) in _DECODE[family_name][itemsize].items():
+    head_dim_padded: the larger of head_dim and head_dim_v, padded to a power of two.
+    """
+    for largest, entry in _DECODE[family_name][itemsize].items():
         if head_dim_padded <= largest:
-            num_warps *= 2 if block_m >= 64 else 1  # four have no registers for as many rows
-            return DecodeTile(block_m, block_n, num_warps, num_stages, programs)
+            if isinstance(entry, dict):
+                return next(tiles for most, tiles in entry.items() if rows <= most)
+            block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+            block_n, num_warps, num_stages, programs = entry
+            num_warps *= 2 if block_m == 64 else 1  # four have no registers for as many rows
+            return (DecodeTile(block_m, block_n, num_warps, num_stages, programs),)
     raise ValueError(f"no tile for decoding at head_dim {head_dim_padded} (largest: 256)")
