@@ -265,7 +265,7 @@ def regime(row: dict) -> tuple:
 
 
 def usual_variants(row: dict) -> list[dict]:
-    """Those that compute the result as the kernel does now; older files also have what it has no switch for any more."""
+    """Those that compute the result as the kernel does now; older files have others too."""
     return [v for v in row["variants"]
             if v["merge"] != "left" and v.get("stream_query", True) and v.get("dependent", True)]  # fmt: skip
 

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import statistics
 import sys
 import zipfile
 from pathlib import Path
@@ -206,6 +207,27 @@ def test_scripts_run_at_tiny_sizes_on_a_cpu(tmp_path, capsys, main, kind, argume
             assert {"varlen"} <= set(row["ms"]["backward"]) and row["policy_case"] == "packed"
             assert all(difference < 1e-4 for difference in row.get("difference", {}).values())
         assert {"varlen", "default", "dense"} in [set(row["ms"]["forward"]) for row in data["rows"]]
+
+
+def test_what_decoding_chooses_is_near_the_best_that_was_measured():
+    """Tile, splits and merge by decode_plan's estimate, for every call of the sweep."""
+    pytest.importorskip("triton")
+    from benchmarks import tune_decode
+
+    path = harness.RESULTS_DIRECTORY / "nvidia_h200_tune_decode.json"
+    rows, choices = json.loads(path.read_text())["rows"], set()
+    ratios = []
+    for row in rows:
+        choice = tune_decode.chosen(cases.Case(**row["case"]))
+        choices.add((choice.tile, choice.merge))
+        usual = tune_decode.usual_variants(row)
+        found = [v["us"] for v in usual if f"{v['tile']} {v['splits']} {v['merge']}" == choice.name]
+        if found:
+            ratios.append((found[0] / min(v["us"] for v in usual), found[0] / row["default_us"]))
+    assert len(ratios) >= len(rows) - 1 > 100 and len(choices) > 10
+    assert max(best for best, _ in ratios) < 1.12 and statistics.geometric_mean(best for best, _ in ratios) < 1.015
+    assert max(default for _, default in ratios) < 1.06  # of the memory's full rate, which both have
+    assert len(tune_decode.judgement(rows)) > len(rows)
 
 
 # ------------------------------------------------------------------------------------------------------- policy, report

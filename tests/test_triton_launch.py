@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import random
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from torch_flashbackend.kernels import KernelUnavailable
-from torch_flashbackend.kernels.triton import attention, launch
+from torch_flashbackend.kernels.triton import attention, decode_plan, launch, tiles
 
 
 @pytest.fixture
@@ -80,8 +82,11 @@ def test_a_stream_of_another_device_than_the_current(launched, monkeypatch):
     assert entered == [0] and [call[:2] for call in launched] == [("attention_forward", 88)]
 
 
-def test_arguments_of_decoding(launched):
-    """Pointers in the kernel's order, one launch, as many programs as splits and key heads; counters of this stream."""
+@pytest.mark.parametrize("by_launch", [False, True])
+def test_arguments_of_decoding(launched, monkeypatch, by_launch):
+    """Pointers in the kernel's order, as many programs as splits and key heads; a launch or counters to merge by."""
+    monkeypatch.setattr(decode_plan, "merges_by_launch", lambda *_: by_launch)
+    decode_plan.choose.cache_clear()
     query, key, value, out = (torch.empty(2, heads, length, 64, dtype=torch.float16)
                               for heads, length in ((6, 1), (3, 5000), (3, 5000), (6, 1)))  # fmt: skip
     mask = torch.ones(2, 1, 1, 5000, dtype=torch.bool)
@@ -95,21 +100,57 @@ def test_arguments_of_decoding(launched):
         assert arguments[3] == (None if attn_mask is None else attn_mask.data_ptr())
         assert arguments[4:10] == (None,) * 6  # no sinks, slopes, lengths or pages
         assert arguments[10:12] == (out.data_ptr(), None)
-        assert None not in arguments[12:14] and arguments[14:18] == query.stride()
-    assert plain.splits > 1 and plain.launch._grid == plain.splits * 6
+        assert arguments[12] is not None and (arguments[13] is None) == by_launch
+        assert arguments[14:18] == query.stride()
+        if by_launch:  # over what the first has left, a program for each of the two rows of a key head
+            name, stream, merge = launched.pop(0)
+            assert (name, stream) == ("merge_splits", 77)
+            assert merge[:6] == (None, None, None, out.data_ptr(), None, arguments[12])
+            assert plain.merge._grid == 6 * 2
+    assert plain.splits > 1 and plain.launch._grid == plain.splits * 6 and not launched
+    decode_plan.choose.cache_clear()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_choice_of_a_tile_and_splits(seed):
+    """No more programs than tiles of keys; enough for a GPU where there are; none too many where all have work."""
+    rng = random.Random(seed)
+    pairs, rows, keys = rng.choice([1, 3, 8, 100, 3000]), rng.choice([1, 4, 8, 32, 64, 200]), rng.randint(1, 200_000)
+    head_dim, multiprocessors = rng.choice([64, 128, 256]), rng.choice([16, 108, 132])
+    choices = tiles.decode_tiles("sm_90", 2, head_dim, rows)
+    tile, splits = decode_plan.choose(choices, pairs, rows, keys, 4 * head_dim, head_dim, multiprocessors)
+    key_tiles = -(-keys // tile.block_n)
+    units = pairs * -(-rows // tile.block_m)
+    assert tile in choices and 1 <= splits <= key_tiles
+    assert splits == 1 or units * splits <= 3 * multiprocessors
+    if key_tiles >= 4 * multiprocessors >= 8 * units:
+        assert units * splits >= 0.7 * multiprocessors
+
+
+def test_a_launch_of_its_own_merges_what_the_last_program_would_read_for_long():
+    def by_launch(units: int, splits: int, rows: int) -> bool:
+        return decode_plan.merges_by_launch(units, splits, rows, 128, 132)
+
+    assert not by_launch(8, 4, 4) and not by_launch(32, 8, 1)  # few results, of few rows
+    assert by_launch(8, 16, 4) and by_launch(1, 4, 32) and by_launch(32, 4, 8)
+    assert not by_launch(64, 4, 32) and by_launch(64, 8, 32)  # the last programs of many merge side by side
 
 
 def test_a_growing_cache_compiles_nothing_new(launched):
-    """Lengths change sizes and strides, and of what a kernel is compiled for at most whether its last tile is whole."""
-    described = set()
+    """Lengths change sizes and strides, and of what a kernel is compiled for at most whether its last tile is whole.
+
+    Now and then another tile or merge becomes the best; each is compiled once.
+    """
+    described = collections.defaultdict(set)
     for length in range(2000, 2064):
         query, key = (torch.empty(1, heads, rows, 64, dtype=torch.float16) for heads, rows in ((4, 1), (2, length)))
         attention.forward(query, key, key, None, None, 0.0, False, 1.0, torch.empty_like(query), None, False)
         (plan,) = attention._plans.values()
         _, types, constants, divisors, tile = plan.launch._description
-        described.add((*types.items(), *constants.items(), *sorted(divisors.items()), tile))
+        kind = (*types.items(), *constants.items(), *sorted(divisors.items()))
+        described[tile, constants["MERGE"]].add(kind)
         attention._plans.clear()
-    assert len(described) <= 2
+    assert len(described) <= 2 and all(len(kinds) <= 2 for kinds in described.values())
 
 
 @pytest.mark.parametrize("queries", [1, 16, 17])

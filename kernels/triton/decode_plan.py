@@ -85,26 +85,26 @@ def merges_by_launch(units: int, splits: int, block_r: int, block_dv: int, multi
     return splits * block_r * block_dv >= 4096 and (3 * units < multiprocessors or splits > 4)
 
 
-# What choose weighs, in microseconds, fitted to 111 calls of benchmarks/tune_decode.py on an H200; NOTES.md says how well
-# it predicts. Other GPUs have other rates, but choices depend on their ratios alone.
+# What choose weighs, in microseconds, fitted to 111 calls of benchmarks/tune_decode.py on an H200; NOTES.md says how
+# well it chooses. Other GPUs have other rates, but choices depend on their ratios alone.
 _RATE = 32.5 * 1024
 """Bytes per microsecond of one multiprocessor's share of the memory."""
 _ON_THEIR_WAY = 65 * 1024
 """Bytes that a multiprocessor must have asked for to get that rate."""
-_START, _START_OF_MORE_ROWS = 1.5, 0.5
-_TILE = 0.016
+_START, _START_OF_MORE_ROWS = 0.95, 0.67
+_TILE = 0.012
 """Of each tile of each program that a multiprocessor runs."""
-_FIRST_TILE = 0.6
+_FIRST_TILE = 0.43
 """Which part of the first tile's time nothing hides."""
-_LATER_START = 0.5
+_LATER_START = 0.46
 """Which part of a start is left when other programs run beside it."""
-_READ_AGAIN = 0.58
+_READ_AGAIN = 0.64
 """What a tile costs of which other programs read the same keys, from the L2 cache."""
-_MORE_ROWS = 1.15
+_MORE_ROWS = 1.1
 """How much longer a program with more than 16 rows computes on a tile before it asks for the next."""
-_LAST_MERGE, _LAST_MERGE_OF_1024 = 1.9, 0.63
+_LAST_MERGE, _LAST_MERGE_OF_1024 = 2.3, 0.62
 """By the last program, and for 1,024 numbers of a unit."""
-_LAUNCH_MERGE, _LAUNCH_MERGE_OF_SPLIT, _LAUNCH_MERGE_OF_1024_ROWS = 3.2, 0.012, 3.0
+_LAUNCH_MERGE, _LAUNCH_MERGE_OF_SPLIT, _LAUNCH_MERGE_OF_1024_ROWS = 3.3, 0.03, 2.3
 
 
 def estimate(tile: DecodeTile, pairs: int, rows: int, key_tiles: int, splits: int, row_bytes: int, block_dv: int,

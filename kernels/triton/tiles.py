@@ -291,11 +291,15 @@ _ANY = 1 << 30
 # H200 except those of 64 rows. Of tiles that cost the same by decode_plan's estimate the first is taken.
 _DECODE_SM_90 = {
     64: {
-        16: (DecodeTile(16, 128, 4, 3, 3), DecodeTile(16, 128, 4, 4, 2), DecodeTile(16, 256, 4, 3, 1)),
+        1: (DecodeTile(16, 128, 4, 3, 3), DecodeTile(16, 128, 4, 4, 2), DecodeTile(16, 256, 4, 3, 1)),
+        4: (DecodeTile(16, 128, 4, 3, 3), DecodeTile(16, 128, 4, 4, 2), DecodeTile(16, 256, 4, 3, 1),
+            DecodeTile(16, 64, 4, 4, 4)),
+        16: (DecodeTile(16, 128, 4, 3, 3), DecodeTile(16, 128, 4, 4, 2)),
         32: (DecodeTile(16, 128, 4, 4, 2), DecodeTile(32, 128, 4, 3, 2)),
         _ANY: (DecodeTile(64, 128, 8, 3, 2),),
     },
     128: {
+        4: (DecodeTile(16, 64, 4, 4, 2), DecodeTile(16, 128, 4, 3, 1), DecodeTile(16, 64, 4, 2, 4)),
         16: (DecodeTile(16, 64, 4, 4, 2), DecodeTile(16, 128, 4, 3, 1)),
         32: (DecodeTile(16, 64, 4, 4, 2), DecodeTile(32, 64, 4, 4, 2), DecodeTile(32, 128, 8, 3, 1),
              DecodeTile(16, 128, 4, 3, 1)),
@@ -303,7 +307,8 @@ _DECODE_SM_90 = {
         _ANY: (DecodeTile(64, 128, 8, 3, 1),),
     },
     256: {
-        16: (DecodeTile(16, 64, 8, 3, 1), DecodeTile(16, 32, 4, 3, 2)),
+        4: (DecodeTile(16, 64, 8, 3, 1), DecodeTile(16, 32, 4, 3, 2)),
+        16: (DecodeTile(16, 32, 4, 3, 2), DecodeTile(16, 32, 4, 4, 1)),
         32: (DecodeTile(16, 64, 8, 3, 1), DecodeTile(32, 64, 8, 3, 1), DecodeTile(32, 32, 4, 3, 2)),
         _ANY: (DecodeTile(64, 32, 8, 3, 2),),
     },

@@ -310,7 +310,8 @@ def test_compiled(device, plugin, decoded, mode):
 
 
 @pytest.mark.cuda_only
-def test_a_growing_cache_compiles_at_most_two_kernels_more(device, plugin):
+def test_a_growing_cache_compiles_few_kernels_more(device, plugin):
+    """Two, for lengths that end with a tile and others, and as many that merge."""
     from torch_flashbackend.kernels.triton import launch
 
     query = torch.randn(1, 8, 1, 64, device=device, dtype=HALF)
@@ -319,7 +320,7 @@ def test_a_growing_cache_compiles_at_most_two_kernels_more(device, plugin):
     with plugin.sdpa_backend("triton"):
         for length in range(3000, 3300):
             F.scaled_dot_product_attention(query, cache[:, :, :length], cache[:, :, :length], enable_gqa=True)
-    assert len(launch._loaded) - before <= 2
+    assert len(launch._loaded) - before <= 4
 
 
 @pytest.mark.cuda_only
