@@ -455,25 +455,23 @@ def outcome_of_transform(loss, row) -> object:
         return type(error)
 
 
-def test_compiled_calls_are_traced_as_without_us():
-    _, made = tensors()
+def test_compiled_calls_are_traced_as_without_us(monkeypatch):
+    """Into stock's operators, which the kernel hook takes when the compiled program runs."""
+    call = varlen_call(LENGTHS, heads=2, dtype=SINGLE, window=(-1, 0)).leaves()
+    offsets, _ = call.cu_seqlens(torch.int64)
+    made = [jagged(t, LENGTHS, offsets) for t in (call.query, call.key, call.value)]
+    grad_out = gradient_for_varlen(call)
+    monkeypatch.setattr(nested_sdpa, "_select_sdp_backend", lambda *_: SDPBackend.EFFICIENT_ATTENTION)
+    monkeypatch.setattr(nested, "_attend", lambda *_: pytest.fail("a compiled call was taken while it was traced"))
 
     def attention(query, key, value):
-        return sdpa(query, key, value, is_causal=False).transpose(1, 2).values() * 2.0
+        return sdpa(query, key, value, is_causal=True).transpose(1, 2).values() * 2.0
 
-    expected = attention(*made)
-    with taken(0):
-        compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
-        try:
-            found = compiled(*made)
-        except Exception as error:
-            torch._dynamo.reset()
-            with pytest.raises(type(error)):  # stock's math path on a CPU asks for lengths, as it does without us
-                nested_off = nested_ops.jagged_scaled_dot_product_attention.__wrapped__
-                nested_ops.jagged_scaled_dot_product_attention = nested_off
-                torch.compile(attention, backend="aot_eager", fullgraph=True)(*made)
-            return
-    torch.testing.assert_close(found, expected)
+    with hooked_backwards(), counting() as count:
+        values = torch.compile(attention, backend="aot_eager", fullgraph=True)(*made)
+        grads = torch.autograd.grad(values, (call.query, call.key, call.value), grad_out / 2.0)
+        assert count("triton") == 2
+    judge_varlen(call, {"out": values.detach() / 2.0, **dict(zip(NAMES, grads))}, grad_out)
 
 
 # Switching it on and off.
