@@ -398,6 +398,8 @@ def _how_jagged_are_made() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
     made = kind(values(), offsets, _ragged_idx=2, _metadata_cache=kept)
     bare = kind.__new__(kind, values(), offsets, _ragged_idx=2)
+    for name in ("_values", "_offsets", "_lengths", "_ragged_idx", "_get_min_seqlen", "_get_max_seqlen"):
+        getattr(made, name)
     if made._metadata_cache is not kept:
         raise AttributeError("nested tensors do not share what they know about their lengths")
     attributes = [name for name in made.__dict__ if name not in bare.__dict__ and name != "_values"]
