@@ -4,9 +4,9 @@ May import `_torch.py`, decisions.py and reference.py at the top, and problem, r
 arrives. Imported by kernel_hook.py, by nested.py and by explain.py.
 
 What ends here: torch.nn.attention.varlen, torch.nn.attention.bias.causal_lower_right, and
-F.scaled_dot_product_attention on nested tensors of jagged layout where nested.py has not taken it. PyTorch's flash operators align a causal mask at the bottom right; the
-efficient ones are told which corner. The logsumexp of packed flash is [H, total_q], as ours; that of packed efficient
-is [sequences, H, longest, padded to 32].
+F.scaled_dot_product_attention on nested tensors of jagged layout where nested.py has not taken it. PyTorch's flash
+operators align a causal mask at the bottom right; the efficient ones are told which corner. The logsumexp of packed
+flash is [H, total_q], as ours; that of packed efficient is [sequences, H, longest, padded to 32].
 """
 
 from __future__ import annotations
