@@ -249,7 +249,7 @@ def test_changes_in_place_before_the_backward_are_noticed(what):
     made = [jagged(row, LENGTHS, offsets) for row in rows]
     with taken():
         out = sdpa(*made)
-    loss = packed_values(out).square().sum()
+    loss = packed_values(out).sum()  # which keeps nothing of it
     changed = {"rows": rows[0], "query": made[0], "values of key": packed_values(made[1]), "output": out,
                "view of the output": packed_values(out)}[what]  # fmt: skip
     with torch.no_grad():
@@ -424,7 +424,7 @@ def test_explicit_choices_are_honoured():
             sdpa(*made)
 
 
-def test_modes_and_transforms_see_pytorchs_operators():
+def test_modes_and_forward_derivatives_see_pytorchs_operators():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counting(TorchDispatchMode):
@@ -434,25 +434,12 @@ def test_modes_and_transforms_see_pytorchs_operators():
             Counting.number += 1
             return func(*args, **(kwargs or {}))
 
-    rows, made = tensors()
+    _, made = tensors()
     with taken(0), Counting():
         sdpa(*made)
     assert Counting.number > 5
-    offsets = made[0].offsets()
-
-    def loss(row):
-        return packed_values(sdpa(jagged(row, LENGTHS, offsets), *made[1:])).square().sum()
-
-    expected = outcome_of_transform(loss, rows[0])
-    with taken(0):
-        assert same(outcome_of_transform(loss, rows[0]), expected)
-
-
-def outcome_of_transform(loss, row) -> object:
-    try:
-        return torch.func.grad(loss)(row)
-    except Exception as error:
-        return type(error)
+    with taken(0), torch.autograd.forward_ad.dual_level():
+        sdpa(*made)
 
 
 def test_compiled_calls_are_traced_as_without_us(monkeypatch):

@@ -105,8 +105,6 @@ def _call_of(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: 
     if (
         offsets_k is not offsets_v
         or (offsets_q is not offsets_k and (is_causal or offsets_q.size(0) != offsets_k.size(0)))
-        or not q.dtype == k.dtype == v.dtype
-        or not q.device == k.device == v.device
         or q.size(1) != k.size(1)
         or not q.stride(2) == k.stride(2) == v.stride(2) == 1
     ):
