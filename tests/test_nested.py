@@ -249,14 +249,14 @@ def test_changes_in_place_before_the_backward_are_noticed(what):
     made = [jagged(row, LENGTHS, offsets) for row in rows]
     with taken():
         out = sdpa(*made)
-    loss = packed_values(out).sum()  # which keeps nothing of it
+    scaled = out * 2.0  # which keeps nothing of it
     changed = {"rows": rows[0], "query": made[0], "values of key": packed_values(made[1]), "output": out,
                "view of the output": packed_values(out)}[what]  # fmt: skip
     with torch.no_grad():
         changed.mul_(2.0)
     del out, changed
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(loss, leaves)
+        torch.autograd.grad(scaled, leaves, torch.ones_like(scaled.detach()))
 
 
 def test_a_copy_is_not_changed_with_its_source():

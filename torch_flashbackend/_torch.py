@@ -332,6 +332,14 @@ def jagged_rows(tensor: Any) -> tuple[Tensor, Tensor] | None:
     return (values.detach() if values.requires_grad else values).transpose(0, 1), tensor._offsets
 
 
+def jagged_rows_with_version(tensor: Any) -> Tensor:
+    """The rows [total, H, D] once more, now with the nested tensor's version counter, and without a reference to it.
+
+    Through the dispatcher, 50 µs. autograd notices by them that the nested tensor was changed in place.
+    """
+    return torch._nested_get_values(tensor).detach().transpose(0, 1)  # type: ignore[attr-defined]
+
+
 def saved_tensor_hooks_active() -> bool:
     """Do torch.autograd.graph.saved_tensors_hooks see what is saved for a backward in this thread? 0.2 µs.
 
