@@ -438,8 +438,10 @@ def test_modes_and_forward_derivatives_see_pytorchs_operators():
     with taken(0), Counting():
         sdpa(*made)
     assert Counting.number > 5
-    with taken(0), torch.autograd.forward_ad.dual_level():
-        sdpa(*made)
+    with taken(1):
+        sdpa(*made)  # the decision is remembered
+        with torch.autograd.forward_ad.dual_level():
+            sdpa(*made)
 
 
 def test_compiled_calls_are_traced_as_without_us(monkeypatch):
