@@ -34,6 +34,8 @@ constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
 static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
+static_assert(!LAGGED || DS_STAGES == 2);
+static_assert(!TURNS || CONSUMERS == 2);
 
 // Byte addresses in shared memory.
 struct Shared {
@@ -57,6 +59,8 @@ struct Shared {
   __device__ uint32_t do_empty(int stage) const { return barrier(2 + 2 * Q_STAGES + DO_STAGES + stage); }
   __device__ uint32_t staged(int warpgroup) const { return barrier(2 + 2 * Q_STAGES + 2 * DO_STAGES + warpgroup); }
   __device__ uint32_t sent(int warpgroup) const { return staged(CONSUMERS + warpgroup); }
+  __device__ uint32_t ds_full(int stage) const { return staged(2 * CONSUMERS + stage); }
+  __device__ uint32_t ds_empty(int stage) const { return ds_full(DS_STAGES + stage); }
 };
 
 // A storing warp, one for each consumer warpgroup: adds its pieces of grad_query to the sums.
@@ -114,16 +118,34 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   const auto release = [&](uint32_t barrier) {
     if (lane == 0) barrier_arrive(barrier);
   };
-  const auto issue_scores = [&](int part) {
+  // S^T of a part of the query tile in `stage`.
+  const auto issue_scores = [&](int stage, int part) {
     wgmma_fence();
-    key.multiply(scores, descriptor(shared.query + q.stage * Q_BYTES + part * STEP_M * BOX_ROW_BYTES, 0));
+    key.multiply(scores, descriptor(shared.query + stage * Q_BYTES + part * STEP_M * BOX_ROW_BYTES, 0));
     wgmma_commit();
   };
-  // One query tile, whose first row is `first_row`. `more`: it is not the last one.
-  const auto step = [&](int first_row, auto more) {
-    constexpr bool MORE = decltype(more)::value;
+  // This warpgroup's share of grad_query, from the dS in `stage`.
+  const auto issue_grad_query = [&](float (&columns)[PIECE_COLUMNS / 2], int stage) {
+    wgmma_fence();
+    grad_query_product(
+        columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0), key_columns);
+    wgmma_commit();
+  };
+  const auto stage_columns = [&](const float (&columns)[PIECE_COLUMNS / 2]) {
+    barrier_wait(shared.sent(warpgroup), sent_phase);
+    sent_phase ^= 1;
+    const uint32_t address = shared.staging + 4 * piece.offset + threadIdx.x % 128 * 16;
+#pragma unroll
+    for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
+      if (i < piece.groups) store_four(address + i * 128 * 16, columns + 4 * i);
+    store_fence();
+    __syncwarp();
+    release(shared.staged(warpgroup));
+  };
+  // One query tile, whose first row is `first_row`. `before`: it is not the first one. `more`: it is not the last one.
+  const auto step = [&](int first_row, auto before, auto more) {
+    constexpr bool BEFORE = decltype(before)::value, MORE = decltype(more)::value;
     const uint32_t grad_scores_tile = shared.grad_scores + s.stage * DS_BYTES;
-    float columns[PIECE_COLUMNS / 2];
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       const bool last_part = part == PARTS - 1;
@@ -139,6 +161,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
 
       if (ends || (IS_CAUSAL && first_row + part * STEP_M < first_key + 63))
         mask_keys(scores, thread_key, first_row + part * STEP_M, params);
+      if (TURNS) named_sync(3 + warpgroup, 128 * CONSUMERS);
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
         const float2 logsumexp = read_pair(statistics + 8 * i);
@@ -149,6 +172,12 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       }
       uint32_t probabilities[STEP_M / 4];
       pack_all(probabilities, scores);
+      uint32_t all = 0;
+#pragma unroll
+      for (int i = 0; i < STEP_M / 4; ++i) all |= probabilities[i];
+      // Nobody waits for the turn that would follow the last one.
+      if (TURNS && (MORE || !last_part || warpgroup == 0)) named_arrive_after(4 - warpgroup, 128 * CONSUMERS, all);
+      if (ORDERED) wgmma_wait_after<0>(all);
       wgmma_wait<0>();
       wgmma_fence();
       accumulate_product<HEAD_DIM_V>(grad_value, probabilities, grad_out);
@@ -166,68 +195,101 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       }
       uint32_t grad_scores[STEP_M / 4];
       pack_all(grad_scores, grads);
-      // With two buffers, who writes one has passed the barrier below after all have read it: a step ago.
-      if (DS_STAGES == 1 && part == 0) named_sync(2, 128 * CONSUMERS);
+      if (part == 0) {
+        // With two buffers, who writes one has passed the barrier below after all have read it: a step ago.
+        if (DS_STAGES == 1) named_sync(2, 128 * CONSUMERS);
+        if (LAGGED) barrier_wait(shared.ds_empty(s.stage), s.phase ^ 1);
+      }
       write_grad_scores(grad_scores_tile + rows, grad_scores, warp_row);
-      if (last_part) store_fence();
+      if (last_part) {
+        store_fence();
+        if (LAGGED) {
+          __syncwarp();
+          release(shared.ds_full(s.stage));
+        }
+      }
+      if (EARLY_SCORES && !last_part) issue_scores(q.stage, part + 1);
       wgmma_fence();
       accumulate_product<HEAD_DIM>(grad_key, grad_scores, query);
       wgmma_commit();
       if (!last_part) {
-        issue_scores(part + 1);
-        wgmma_wait<0>();
+        if (!EARLY_SCORES) issue_scores(q.stage, part + 1);
+        wgmma_wait<EARLY_SCORES>();
       }
     }
-    named_sync(1, 128 * CONSUMERS);
-    wgmma_fence();
-    grad_query_product(columns, descriptor(grad_scores_tile + piece.first_row * BOX_ROW_BYTES, 0), key_columns);
-    wgmma_commit();
+    // LAGGED: the share of the tile before, whose dS the other warpgroup has written by now; so they need not be at the
+    // same place.
+    constexpr bool QUERIES = !LAGGED || BEFORE;
+    const auto source = LAGGED ? s.previous() : s;
+    float columns[PIECE_COLUMNS / 2];
+    if (QUERIES) {
+      if (LAGGED)
+        barrier_wait(shared.ds_full(source.stage), source.phase);
+      else
+        named_sync(1, 128 * CONSUMERS);
+      issue_grad_query(columns, source.stage);
+      wgmma_wait<1>();  // the sums of keys and values
+    } else {
+      wgmma_wait<0>();
+    }
     s.advance();
-    wgmma_wait<1>();  // the sums of keys and values
     release(shared.do_empty(d.stage));
     release(shared.q_empty(q.stage));
     d.advance();
     q.advance();
-    const auto stage_columns = [&] {
-      barrier_wait(shared.sent(warpgroup), sent_phase);
-      sent_phase ^= 1;
-      const uint32_t address = shared.staging + 4 * piece.offset + threadIdx.x % 128 * 16;
-#pragma unroll
-      for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
-        if (i < piece.groups) store_four(address + i * 128 * 16, columns + 4 * i);
-      store_fence();
-      __syncwarp();
-      release(shared.staged(warpgroup));
-    };
     if constexpr (MORE) {
       barrier_wait(shared.q_full(q.stage), q.phase);
-      issue_scores(0);
-      wgmma_wait<1>();
-      stage_columns();
+      issue_scores(q.stage, 0);
+      if (QUERIES) {
+        wgmma_wait<1>();
+        if (LAGGED) release(shared.ds_empty(source.stage));
+        stage_columns(columns);
+      }
       wgmma_wait<0>();
-    } else {
+    } else if (QUERIES) {
       wgmma_wait<0>();
-      stage_columns();
+      if (LAGGED) release(shared.ds_empty(source.stage));
+      stage_columns(columns);
     }
   };
 
   const int last_row = (params.q_tiles - 1) * BLOCK_M, end_row = work.first_q_tile * BLOCK_M;
   int left = work.tiles(params) * group;
   if (left > 0) {
+    if (TURNS && warpgroup == 1) named_arrive(3, 128 * CONSUMERS);  // the first turn is the other's
     barrier_wait(shared.k_full(), 0);
     key.load(shared.key, 64 * warpgroup);
     barrier_wait(shared.q_full(q.stage), q.phase);
-    issue_scores(0);
+    issue_scores(q.stage, 0);
     wgmma_wait<0>();
     barrier_wait(shared.v_full(), 0);
     value.load(shared.value, 64 * warpgroup);
     int first_row = last_row;
-#pragma unroll 1
-    for (; left > 1; --left) {
-      step(first_row, Flag<true>());
+    const auto advance = [&] {
+      --left;
       first_row = first_row == end_row ? last_row : first_row - BLOCK_M;
+    };
+    if (LAGGED) {
+      if (left == 1) {
+        step(first_row, Flag<false>(), Flag<false>());
+      } else {
+        step(first_row, Flag<false>(), Flag<true>());
+        advance();
+#pragma unroll 1
+        for (; left > 1; advance()) step(first_row, Flag<true>(), Flag<true>());
+        step(first_row, Flag<true>(), Flag<false>());
+      }
+      const auto source = s.previous();
+      float columns[PIECE_COLUMNS / 2];
+      barrier_wait(shared.ds_full(source.stage), source.phase);
+      issue_grad_query(columns, source.stage);
+      wgmma_wait<0>();
+      stage_columns(columns);
+    } else {
+#pragma unroll 1
+      for (; left > 1; advance()) step(first_row, Flag<true>(), Flag<true>());
+      step(first_row, Flag<true>(), Flag<false>());
     }
-    step(first_row, Flag<false>());
   }
 
   // The gradients leave through the places of the keys and values, which all have read.
@@ -272,6 +334,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     for (int warpgroup = 0; warpgroup < CONSUMERS; ++warpgroup) {
       barrier_init(shared.staged(warpgroup), 4);
       barrier_init(shared.sent(warpgroup), 1);
+    }
+    for (int stage = 0; stage < DS_STAGES; ++stage) {
+      barrier_init(shared.ds_full(stage), 4 * CONSUMERS);
+      barrier_init(shared.ds_empty(stage), 4 * CONSUMERS);
     }
     barrier_init_fence();
   }

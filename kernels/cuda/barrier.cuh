@@ -57,6 +57,12 @@ __device__ __forceinline__ void named_sync(int name, int threads) {
 __device__ __forceinline__ void named_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
+// Arrives once `x`, which is never all ones, has been computed.
+__device__ __forceinline__ void named_arrive_after(int name, int threads, uint32_t x) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0xFFFFFFFF;\n@p bar.arrive %0, %1;\n}" ::"r"(name), "r"(threads),
+               "r"(x)
+               : "memory");
+}
 
 // Semaphores in global memory, by one thread: waits until it has reached `count`; adds one once all that this thread
 // has written, bulk reductions that it has waited for included, is visible to others.

@@ -78,7 +78,10 @@ class BackwardTile:
 
     block_n: keys of a block, 64 for each consumer warpgroup. block_m: query rows of a step, which is done in parts of
     step_m rows. q_stages, do_stages: tiles of query and grad_out in flight; ds_stages: buffers for dS.
-    keys_in_registers: the keys and values of the block are kept there.
+    keys_in_registers: the keys and values of the block are kept there. ordered: exponentials are kept beside the
+    product that was issued before them. lagged: a step computes the query gradient of the step before. turns:
+    warpgroups take turns at the exponentials. early_scores: the next part's scores are issued before this part's
+    share of the key gradient, which is left in flight.
     """
 
     block_m: int
@@ -88,6 +91,10 @@ class BackwardTile:
     do_stages: int = 2
     ds_stages: int = 2
     keys_in_registers: bool = False
+    ordered: bool = False
+    lagged: bool = False
+    turns: bool = False
+    early_scores: bool = False
 
     @property
     def num_warpgroups(self) -> int:
