@@ -47,14 +47,21 @@ def candidates(head_dim: int) -> list[BackwardTile]:
     first = tiles.choose_backward(head_dim, head_dim, False)
     if head_dim > 128:
         return [first, dataclasses.replace(first, ds_stages=1)]
-    return [first, dataclasses.replace(first, ds_stages=1, q_stages=3, do_stages=3)]
+    options: list[dict[str, Any]] = [{"ordered": True}, {"ordered": True, "lagged": True, "q_stages": 3}]
+    turns = {"ordered": True, "lagged": True, "turns": True, "q_stages": 3}
+    if head_dim > 64:
+        options += [turns, turns | {"q_stages": 2}, turns | {"delta_first": True}, turns | {"direct_sums": True}]
+    else:
+        early = turns | {"early_scores": True}
+        options += [turns, early, early | {"turns": False}, early | {"delta_first": True}]
+    return [first, *(dataclasses.replace(first, **changes) for changes in options)]
 
 
 def name_of(tile: BackwardTile) -> str:
     """Short: 128/64x128 q2 do2 ds2 keys_in_registers."""
     stages = f"q{tile.q_stages} do{tile.do_stages} ds{tile.ds_stages}"
-    registers = " keys_in_registers" if tile.keys_in_registers else ""
-    return f"{tile.block_m}/{tile.step_m}x{tile.block_n} {stages}{registers}"
+    flags = [field.name for field in dataclasses.fields(tile) if getattr(tile, field.name) is True]
+    return " ".join([f"{tile.block_m}/{tile.step_m}x{tile.block_n} {stages}", *flags])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,16 +223,22 @@ def kernel_times(run: Callable[[], None], rounds: int = 9) -> dict[str, float]:
     return {entry: statistics.median(found) for entry, found in times.items()}
 
 
-def contenders(tensors: list[torch.Tensor], arguments: tuple[Any, ...], is_causal: bool) -> dict[str, Run]:
+def contenders(
+    tensors: list[torch.Tensor], arguments: tuple[Any, ...], is_causal: bool, names: list[str]
+) -> dict[str, Run]:
     """The peers' backwards."""
     leaves = [t.detach().requires_grad_() for t in tensors[:3]]
     runs = {}
     for name, kernel in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+        if name not in names:
+            continue
         with sdpa_kernel(kernel):
             out = scaled_dot_product_attention(*leaves, is_causal=is_causal)
         runs[name] = Run(functools.partial(torch.autograd.grad, out, leaves, tensors[3], retain_graph=True))
     query, key, value, out, lse, grad_out, *_ = arguments
     scale, wanted = query.size(3) ** -0.5, (True, True, True, False)
+    if "triton" not in names:
+        return runs
     runs["triton"] = Run(
         lambda: ops._gradients_cuda(
             grad_out, query, key, value, None, out, lse, None, 0.0, is_causal, scale, wanted, "triton"
@@ -234,13 +247,36 @@ def contenders(tensors: list[torch.Tensor], arguments: tuple[Any, ...], is_causa
     return runs
 
 
-def time_problem(head_dim: int, is_causal: bool, seqlen: int, right: list[Candidate], meter: Meter) -> dict[str, Any]:
+def differences(launchers: dict[str, Callable[[], None]], grads: tuple[torch.Tensor, ...]) -> dict[str, list[float]]:
+    """By candidate: the largest differences of its gradients from the first one's, relative to their largest element.
+
+    At full size, where all multiprocessors are busy, and after several calls in a row.
+    """
+    found: dict[str, list[float]] = {}
+    first: list[torch.Tensor] = []
+    for name, run in launchers.items():
+        for grad in grads:
+            grad.fill_(torch.nan)
+        for _ in range(3):
+            run()
+        if not first:
+            first = [grad.clone() for grad in grads]
+        found[name] = [
+            ((grad - before).abs().max() / before.abs().max()).item() for grad, before in zip(grads, first, strict=True)
+        ]
+    return found
+
+
+def time_problem(
+    head_dim: int, is_causal: bool, seqlen: int, right: list[Candidate], meter: Meter, peers: list[str]
+) -> dict[str, Any]:
     """Rates in TFLOP/s by contender and candidate."""
     heads, batch = max(1, WIDTH // head_dim), max(1, TOKENS // seqlen)
     tensors = make(batch, heads, heads, seqlen, seqlen, head_dim)
     arguments = with_forward(tensors, is_causal)
     launchers = {candidate.name: launcher(candidate, arguments) for candidate in right}
-    runs = contenders(tensors, arguments, is_causal)
+    differ = differences(launchers, arguments[6:])
+    runs = contenders(tensors, arguments, is_causal, peers)
     for run in runs.values():
         run.call()
     runs |= {name: Run(run) for name, run in launchers.items()}
@@ -250,6 +286,7 @@ def time_problem(head_dim: int, is_causal: bool, seqlen: int, right: list[Candid
     best = max(launchers, key=lambda name: rates[name])
     parts = kernel_times(launchers[best])
     row = {"problem": f"D={head_dim} S={seqlen} {'causal' if is_causal else 'full'}", "tflops": rates, "best": best}
+    row["differences"] = differ
     return {**row, "best_kernels_us": {entry: 1e3 * ms for entry, ms in parts.items()}}
 
 
@@ -258,6 +295,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--only", default="128,64,256", help="head dimensions")
     parser.add_argument("--lengths", default="4096,512,16384,1024")
+    parser.add_argument("--peers", default="cudnn,flash,triton", help="which of these are timed beside")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no further problem is begun")
     parser.add_argument("--compile-only", action="store_true", help="needs no GPU")
@@ -314,11 +352,12 @@ def main() -> None:
                 if time.monotonic() - began > options.budget:
                     not_measured.append(f"D={head_dim} S={seqlen} causal={is_causal}")
                     continue
-                row = time_problem(head_dim, is_causal, seqlen, those, meter)
+                row = time_problem(head_dim, is_causal, seqlen, those, meter, options.peers.split(","))
                 ranked = sorted(row["tflops"].items(), key=lambda item: -item[1])
                 print(f"{row['problem']}:", flush=True)
                 for name, rate in ranked:
-                    print(f"  {rate:6.1f} {name}", flush=True)
+                    differ = " ".join(f"{x:.0e}" for x in row["differences"].get(name, []))
+                    print(f"  {rate:6.1f} {name} [{differ}]", flush=True)
                 kernels = ", ".join(f"{entry} {us:.0f} us" for entry, us in row["best_kernels_us"].items())
                 print(f"  best: {kernels}", flush=True)
                 results.add(row)

@@ -35,6 +35,7 @@ constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
 static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
 static_assert(!LAGGED || DS_STAGES == 2);
+static_assert(!DIRECT_SUMS || !DETERMINISTIC);
 static_assert(!TURNS || CONSUMERS == 2);
 
 // Byte addresses in shared memory.
@@ -111,7 +112,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   Ring<DS_STAGES> s;
   uint32_t sent_phase = 1;  // the staging buffer is free at first
   float grad_key[HEAD_DIM / 2] = {}, grad_value[HEAD_DIM_V / 2] = {};
-  float scores[STEP_M / 2];
+  float scores[STEP_M / 2], grads[STEP_M / 2];
   LeftOperand<HEAD_DIM> key;
   LeftOperand<HEAD_DIM_V> value;
 
@@ -124,6 +125,18 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     key.multiply(scores, descriptor(shared.query + stage * Q_BYTES + part * STEP_M * BOX_ROW_BYTES, 0));
     wgmma_commit();
   };
+  // dP's accumulators begin with -delta, which spares an addition each.
+  const auto begin_grads = [&](int stage, int part) {
+    if (!DELTA_FIRST) return;
+    const uint32_t address =
+        shared.statistics + stage * STATISTICS_BYTES + (BLOCK_M + part * STEP_M) * 4 + quad_lane * 8;
+#pragma unroll
+    for (int i = 0; i < STEP_M / 2; i += 2) {
+      const float2 negative = read_pair(address + 8 * (i / 4 * 4));
+      grads[i] = negative.x;
+      grads[i + 1] = negative.y;
+    }
+  };
   // This warpgroup's share of grad_query, from the dS in `stage`.
   const auto issue_grad_query = [&](float (&columns)[PIECE_COLUMNS / 2], int stage) {
     wgmma_fence();
@@ -131,7 +144,26 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
         columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0), key_columns);
     wgmma_commit();
   };
+  // Where this thread's values of the tile's sums are, of the tile whose share is next to leave.
+  const auto sums_of = [&](int64_t number) {
+    return params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset + threadIdx.x % 128 * 4;
+  };
+  const int64_t first_number = ((int64_t)work.batch * params.num_heads + work.kv_head * group) * params.q_tiles;
+  float* sums = sums_of(first_number + params.q_tiles - 1);
+  int tiles_of_head = work.tiles(params), tiles_left = tiles_of_head;
   const auto stage_columns = [&](const float (&columns)[PIECE_COLUMNS / 2]) {
+    if (DIRECT_SUMS) {
+#pragma unroll
+      for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
+        if (i < piece.groups) reduce_four(sums + i * 128 * 4, columns + 4 * i);
+      if (--tiles_left > 0) {
+        sums -= BLOCK_M * HEAD_DIM;
+      } else {  // the next head's last tile
+        tiles_left = tiles_of_head;
+        sums += (params.q_tiles + tiles_of_head - 1) * (BLOCK_M * HEAD_DIM);
+      }
+      return;
+    }
     barrier_wait(shared.sent(warpgroup), sent_phase);
     sent_phase ^= 1;
     const uint32_t address = shared.staging + 4 * piece.offset + threadIdx.x % 128 * 16;
@@ -154,9 +186,8 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       const uint32_t grad_out = shared.grad_out + d.stage * DO_BYTES + rows;
       const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + part * STEP_M * 4 + quad_lane * 8;
       if (part == 0) barrier_wait(shared.do_full(d.stage), d.phase);
-      float grads[STEP_M / 2];
       wgmma_fence();
-      value.multiply(grads, descriptor(grad_out, 0));
+      value.multiply(grads, descriptor(grad_out, 0), DELTA_FIRST);
       wgmma_commit();
 
       if (ends || (IS_CAUSAL && first_row + part * STEP_M < first_key + 63))
@@ -185,11 +216,13 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
 
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
-        const float2 negative = read_pair(statistics + BLOCK_M * 4 + 8 * i);
-        grads[i] += negative.x;
-        grads[i + 1] += negative.y;
-        grads[i + 2] += negative.x;
-        grads[i + 3] += negative.y;
+        if (!DELTA_FIRST) {
+          const float2 negative = read_pair(statistics + BLOCK_M * 4 + 8 * i);
+          grads[i] += negative.x;
+          grads[i + 1] += negative.y;
+          grads[i + 2] += negative.x;
+          grads[i + 3] += negative.y;
+        }
 #pragma unroll
         for (int j = i; j < i + 4; ++j) grads[j] *= scores[j];
       }
@@ -208,6 +241,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
           release(shared.ds_full(s.stage));
         }
       }
+      if (!last_part) begin_grads(q.stage, part + 1);
       if (EARLY_SCORES && !last_part) issue_scores(q.stage, part + 1);
       wgmma_fence();
       accumulate_product<HEAD_DIM>(grad_key, grad_scores, query);
@@ -239,6 +273,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     q.advance();
     if constexpr (MORE) {
       barrier_wait(shared.q_full(q.stage), q.phase);
+      if (PARTS > 1) begin_grads(q.stage, 0);
       issue_scores(q.stage, 0);
       if (QUERIES) {
         wgmma_wait<1>();
@@ -246,6 +281,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
         stage_columns(columns);
       }
       wgmma_wait<0>();
+      if (PARTS == 1) begin_grads(q.stage, 0);  // no registers before
     } else if (QUERIES) {
       wgmma_wait<0>();
       if (LAGGED) release(shared.ds_empty(source.stage));
@@ -260,6 +296,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     barrier_wait(shared.k_full(), 0);
     key.load(shared.key, 64 * warpgroup);
     barrier_wait(shared.q_full(q.stage), q.phase);
+    begin_grads(q.stage, 0);
     issue_scores(q.stage, 0);
     wgmma_wait<0>();
     barrier_wait(shared.v_full(), 0);
@@ -348,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     registers_release<PRODUCER_REGISTERS>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) produce(query_map, key_map, value_map, grad_out_map, work, params, shared);
-    if (threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) store_pieces(work, params, shared, warp - 1);
+    if (!DIRECT_SUMS && threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) store_pieces(work, params, shared, warp - 1);
   } else {
     registers_claim<CONSUMER_REGISTERS>();
     consume(grad_key_map, grad_value_map, work, params, shared, uniform(threadIdx.x / 128) - 1);

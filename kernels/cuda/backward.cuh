@@ -161,15 +161,15 @@ struct LeftOperand {
       }
     }
   }
-  // result[64 keys, STEP_M queries] = this rows^T, rows [STEP_M, COLUMNS] in a tile of BLOCK_M
-  __device__ __forceinline__ void multiply(float (&result)[STEP_M / 2], uint32_t rows) const {
+  // result[64 keys, STEP_M queries] (+)= this rows^T, rows [STEP_M, COLUMNS] in a tile of BLOCK_M
+  __device__ __forceinline__ void multiply(float (&result)[STEP_M / 2], uint32_t rows, bool accumulate = false) const {
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; ++k) {
       const uint32_t right = moved(rows, column_group<BLOCK_M>(k));
       if constexpr (KEYS_IN_REGISTERS)
-        Wgmma<STEP_M>::rs_rows(result, words + 4 * k, right, k > 0);
+        Wgmma<STEP_M>::rs_rows(result, words + 4 * k, right, accumulate || k > 0);
       else
-        Wgmma<STEP_M>::ss(result, moved(tile, column_group<BLOCK_N>(k)), right, k > 0);
+        Wgmma<STEP_M>::ss(result, moved(tile, column_group<BLOCK_N>(k)), right, accumulate || k > 0);
     }
   }
 };

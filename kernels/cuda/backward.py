@@ -103,6 +103,8 @@ class Specialisation(NamedTuple):
             "LAGGED": int(tile.lagged),
             "TURNS": int(tile.turns),
             "EARLY_SCORES": int(tile.early_scores),
+            "DIRECT_SUMS": int(tile.direct_sums),
+            "DELTA_FIRST": int(tile.delta_first),
             "IS_CAUSAL": int(self.is_causal),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),

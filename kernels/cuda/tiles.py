@@ -81,7 +81,8 @@ class BackwardTile:
     keys_in_registers: the keys and values of the block are kept there. ordered: exponentials are kept beside the
     product that was issued before them. lagged: a step computes the query gradient of the step before. turns:
     warpgroups take turns at the exponentials. early_scores: the next part's scores are issued before this part's
-    share of the key gradient, which is left in flight.
+    share of the key gradient, which is left in flight. direct_sums: query gradients are added from registers.
+    delta_first: dP's accumulators begin with -delta.
     """
 
     block_m: int
@@ -95,6 +96,8 @@ class BackwardTile:
     lagged: bool = False
     turns: bool = False
     early_scores: bool = False
+    direct_sums: bool = False
+    delta_first: bool = False
 
     @property
     def num_warpgroups(self) -> int:
