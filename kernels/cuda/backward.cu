@@ -35,6 +35,14 @@ constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
 static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
 static_assert(!LAGGED || DS_STAGES == 2);
+static_assert(!PERSISTENT || (LAGGED && CONSUMERS < 3));
+
+// Where the gradients of keys and values leave from. PERSISTENT: not from the places of the keys and values, which the
+// next tile's come into meanwhile, but from those of dS and, if these are too small, of the staging buffer.
+constexpr bool GRADS_IN_DS = V_BYTES + K_BYTES <= DS_STAGES * DS_BYTES;
+constexpr int PIECES_BYTES = BLOCK_M * HEAD_DIM * 4;
+constexpr int STAGING_BYTES = PERSISTENT && !GRADS_IN_DS && PIECES_BYTES < K_BYTES ? K_BYTES : PIECES_BYTES;
+static_assert(!PERSISTENT || V_BYTES <= DS_STAGES * DS_BYTES);
 static_assert(!DIRECT_SUMS || !DETERMINISTIC);
 static_assert(!TURNS || CONSUMERS == 2);
 
@@ -48,7 +56,7 @@ struct Shared {
         grad_out(query + Q_STAGES * Q_BYTES),
         grad_scores(grad_out + DO_STAGES * DO_BYTES),
         staging(grad_scores + DS_STAGES * DS_BYTES),
-        statistics(staging + BLOCK_M * HEAD_DIM * 4),
+        statistics(staging + STAGING_BYTES),
         ticket(statistics + Q_STAGES * STATISTICS_BYTES),
         barriers(ticket + 16) {}
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
@@ -62,13 +70,84 @@ struct Shared {
   __device__ uint32_t sent(int warpgroup) const { return staged(CONSUMERS + warpgroup); }
   __device__ uint32_t ds_full(int stage) const { return staged(2 * CONSUMERS + stage); }
   __device__ uint32_t ds_empty(int stage) const { return ds_full(DS_STAGES + stage); }
+  __device__ uint32_t kv_empty() const { return ds_full(2 * DS_STAGES); }
+  __device__ uint32_t grads_staged() const { return ds_full(2 * DS_STAGES + 1); }
+  __device__ uint32_t grads_sent() const { return ds_full(2 * DS_STAGES + 2); }
+  __device__ uint32_t grad_value() const { return PERSISTENT ? grad_scores : value; }
+  __device__ uint32_t grad_key() const { return !PERSISTENT ? key : GRADS_IN_DS ? grad_scores + V_BYTES : staging; }
 };
+
+// The tiles of keys of a block: one, or, PERSISTENT, as many as it takes for all blocks to do them all.
+template <class Visit>
+__device__ __forceinline__ void for_each_work(int number, const BackwardParams& params, const Visit& visit) {
+  if (!PERSISTENT) {
+    visit(work_at(number, params));
+    return;
+  }
+  const int all = params.batch * params.num_kv_heads * params.k_tiles;
+#pragma unroll 1
+  for (; number < all; number += gridDim.x) visit(work_at(number, params));
+}
+
+// The loading warp's progress.
+struct Loads {
+  Ring<Q_STAGES> q;
+  Ring<DO_STAGES> d;
+};
+__device__ __forceinline__ void load_queries(const TensorMap& query_map, const TensorMap& grad_out_map,
+                                             const Work& work, const BackwardParams& params, const Shared& shared,
+                                             Loads& loads) {
+  Ring<Q_STAGES>& q = loads.q;
+  Ring<DO_STAGES>& d = loads.d;
+  for_each_tile(work, params, [&](int head, int tile, int64_t number) {
+    barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
+    load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
+                                 head, work.batch);
+    load_bytes<STATISTICS_BYTES>(params.statistics + number * (2 * BLOCK_M),
+                                 shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
+    q.advance();
+    barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
+    load_rows<BLOCK_M, HEAD_DIM_V>(grad_out_map, shared.grad_out + d.stage * DO_BYTES, shared.do_full(d.stage),
+                                   tile * BLOCK_M, head, work.batch);
+    d.advance();
+  });
+}
+
+// The warp for keys and values: loads a tile of them as soon as the last one has been used, stores that one's
+// gradients then.
+__device__ __forceinline__ void exchange_keys(const TensorMap& key_map, const TensorMap& value_map,
+                                              const TensorMap& grad_key_map, const TensorMap& grad_value_map,
+                                              int number, const BackwardParams& params, const Shared& shared) {
+  uint32_t kv_phase = 1, grads_phase = 0;  // the places of keys and values are free at first
+  Work before;
+  before.k_tile = -1;
+  const auto store = [&] {
+    barrier_wait(shared.grads_staged(), grads_phase);
+    grads_phase ^= 1;
+    const int row = before.k_tile * BLOCK_N;
+    store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.grad_value(), row, before.kv_head, before.batch);
+    store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.grad_key(), row, before.kv_head, before.batch);
+    store_wait();
+    barrier_arrive(shared.grads_sent());
+  };
+  for_each_work(number, params, [&](const Work& work) {
+    if (work.tiles(params) > 0) {
+      barrier_wait(shared.kv_empty(), kv_phase);
+      kv_phase ^= 1;
+      const int row = work.k_tile * BLOCK_N;
+      load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key, shared.k_full(), row, work.kv_head, work.batch);
+      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value, shared.v_full(), row, work.kv_head, work.batch);
+    }
+    if (before.k_tile >= 0) store();
+    before = work;
+  });
+  store();
+}
 
 // A storing warp, one for each consumer warpgroup: adds its pieces of grad_query to the sums.
 __device__ __forceinline__ void store_pieces(const Work& work, const BackwardParams& params, const Shared& shared,
-                                             int warpgroup) {
+                                             int warpgroup, uint32_t& phase) {
   const Piece piece(warpgroup);
-  uint32_t phase = 0;
   for_each_tile(work, params, [&](int, int, int64_t number) {
     barrier_wait(shared.staged(warpgroup), phase);
     int* semaphore = params.semaphores + number * CONSUMERS + warpgroup;
@@ -94,9 +173,19 @@ __device__ __forceinline__ void grad_query_product(float (&piece)[PIECE_COLUMNS 
                                      moved(key, k * 16 * BOX_ROW_BYTES), k > 0);
 }
 
+// A consumer's progress.
+struct Progress {
+  Ring<Q_STAGES> q;
+  Ring<DO_STAGES> d;
+  Ring<DS_STAGES> s;
+  uint32_t sent_phase = 1;   // the staging buffer is free at first
+  uint32_t grads_phase = 1;  // and the places that gradients leave from
+  uint32_t kv_phase = 0;
+};
+
 __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const TensorMap& grad_value_map,
                                         const Work& work, const BackwardParams& params, const Shared& shared,
-                                        int warpgroup) {
+                                        int warpgroup, Progress& progress) {
   const float scale_log2 = params.softmax_scale_log2;
   const int lane = threadIdx.x % 32, quad_lane = lane % 4, group = params.num_heads / params.num_kv_heads;
   const int warp_row = 64 * warpgroup + threadIdx.x % 128 / 32 * 16;  // first of this warp's keys within the tile
@@ -107,10 +196,10 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   const int thread_key = work.k_tile * BLOCK_N + warp_row + lane / 4;  // and thread_key + 8
   const bool ends = first_key + 64 > params.seqlen_k;
 
-  Ring<Q_STAGES> q;
-  Ring<DO_STAGES> d;
-  Ring<DS_STAGES> s;
-  uint32_t sent_phase = 1;  // the staging buffer is free at first
+  Ring<Q_STAGES>& q = progress.q;
+  Ring<DO_STAGES>& d = progress.d;
+  Ring<DS_STAGES>& s = progress.s;
+  uint32_t& sent_phase = progress.sent_phase;
   float grad_key[HEAD_DIM / 2] = {}, grad_value[HEAD_DIM_V / 2] = {};
   float scores[STEP_M / 2], grads[STEP_M / 2];
   LeftOperand<HEAD_DIM> key;
@@ -232,6 +321,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
         // With two buffers, who writes one has passed the barrier below after all have read it: a step ago.
         if (DS_STAGES == 1) named_sync(2, 128 * CONSUMERS);
         if (LAGGED) barrier_wait(shared.ds_empty(s.stage), s.phase ^ 1);
+        if (PERSISTENT && !BEFORE) barrier_wait(shared.grads_sent(), progress.grads_phase);
       }
       write_grad_scores(grad_scores_tile + rows, grad_scores, warp_row);
       if (last_part) {
@@ -293,13 +383,13 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   int left = work.tiles(params) * group;
   if (left > 0) {
     if (TURNS && warpgroup == 1) named_arrive(3, 128 * CONSUMERS);  // the first turn is the other's
-    barrier_wait(shared.k_full(), 0);
+    barrier_wait(shared.k_full(), progress.kv_phase);
     key.load(shared.key, 64 * warpgroup);
     barrier_wait(shared.q_full(q.stage), q.phase);
     begin_grads(q.stage, 0);
     issue_scores(q.stage, 0);
     wgmma_wait<0>();
-    barrier_wait(shared.v_full(), 0);
+    barrier_wait(shared.v_full(), progress.kv_phase);
     value.load(shared.value, 64 * warpgroup);
     int first_row = last_row;
     const auto advance = [&] {
@@ -321,6 +411,11 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       barrier_wait(shared.ds_full(source.stage), source.phase);
       issue_grad_query(columns, source.stage);
       wgmma_wait<0>();
+      if (PERSISTENT) {
+        release(shared.kv_empty());
+        release(shared.ds_empty(source.stage));
+        progress.kv_phase ^= 1;
+      }
       stage_columns(columns);
     } else {
 #pragma unroll 1
@@ -329,15 +424,31 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     }
   }
 
+  if (PERSISTENT) {
+    barrier_wait(shared.grads_sent(), progress.grads_phase);  // where there was no step
+    progress.grads_phase ^= 1;
+    named_sync(1, 128 * CONSUMERS);  // all have read dS
+    stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.grad_value(), warp_row);
+    if (!GRADS_IN_DS) {
+      barrier_wait(shared.sent(warpgroup), sent_phase);
+      named_sync(1, 128 * CONSUMERS);
+    }
+    stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.grad_key(), warp_row);
+    store_fence();
+    __syncwarp();
+    release(shared.grads_staged());
+    return;
+  }
   // The gradients leave through the places of the keys and values, which all have read.
   named_sync(1, 128 * CONSUMERS);
-  stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.value, warp_row);
-  stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.key, warp_row);
+  stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.grad_value(), warp_row);
+  stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.grad_key(), warp_row);
   store_fence();
   named_sync(1, 128 * CONSUMERS);
   if (threadIdx.x == 128) {
-    store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.value, work.k_tile * BLOCK_N, work.kv_head, work.batch);
-    store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.key, work.k_tile * BLOCK_N, work.kv_head, work.batch);
+    store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.grad_value(), work.k_tile * BLOCK_N, work.kv_head,
+                                    work.batch);
+    store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.grad_key(), work.k_tile * BLOCK_N, work.kv_head, work.batch);
     store_wait();
   }
 }
@@ -372,6 +483,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
       barrier_init(shared.staged(warpgroup), 4);
       barrier_init(shared.sent(warpgroup), 1);
     }
+    barrier_init(shared.kv_empty(), 4 * CONSUMERS);
+    barrier_init(shared.grads_staged(), 4 * CONSUMERS);
+    barrier_init(shared.grads_sent(), 1);
     for (int stage = 0; stage < DS_STAGES; ++stage) {
       barrier_init(shared.ds_full(stage), 4 * CONSUMERS);
       barrier_init(shared.ds_empty(stage), 4 * CONSUMERS);
@@ -379,15 +493,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     barrier_init_fence();
   }
   __syncthreads();
-  const Work work = work_at(block_number(shared.ticket, params), params);
+  const int number = block_number(shared.ticket, params);
 
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();
     const int warp = threadIdx.x / 32;
-    if (threadIdx.x == 0) produce(query_map, key_map, value_map, grad_out_map, work, params, shared);
-    if (!DIRECT_SUMS && threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) store_pieces(work, params, shared, warp - 1);
+    if (threadIdx.x == 0) {
+      Loads loads;
+      for_each_work(number, params, [&](const Work& work) {
+        if (PERSISTENT)
+          load_queries(query_map, grad_out_map, work, params, shared, loads);
+        else
+          produce(query_map, key_map, value_map, grad_out_map, work, params, shared);
+      });
+    }
+    if (!DIRECT_SUMS && threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) {
+      uint32_t phase = 0;
+      for_each_work(number, params,
+                    [&](const Work& work) { store_pieces(work, params, shared, warp - 1, phase); });
+    }
+    if (PERSISTENT && threadIdx.x == 96)
+      exchange_keys(key_map, value_map, grad_key_map, grad_value_map, number, params, shared);
   } else {
     registers_claim<CONSUMER_REGISTERS>();
-    consume(grad_key_map, grad_value_map, work, params, shared, uniform(threadIdx.x / 128) - 1);
+    Progress progress;
+    const int warpgroup = uniform(threadIdx.x / 128) - 1;
+    for_each_work(number, params, [&](const Work& work) {
+      consume(grad_key_map, grad_value_map, work, params, shared, warpgroup, progress);
+    });
   }
 }

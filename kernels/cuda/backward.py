@@ -105,6 +105,7 @@ class Specialisation(NamedTuple):
             "EARLY_SCORES": int(tile.early_scores),
             "DIRECT_SUMS": int(tile.direct_sums),
             "DELTA_FIRST": int(tile.delta_first),
+            "PERSISTENT": int(tile.persistent),
             "IS_CAUSAL": int(self.is_causal),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),
@@ -119,6 +120,8 @@ class Specialisation(NamedTuple):
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
         # P on its way to the other warpgroup, or the query's gradient on its way to global memory; both are float32.
         handed = tile.block_m * (tile.block_n if self.is_wide else self.head_dim) * 4
+        if tile.persistent and keys > grads:  # the key's gradient leaves from there
+            handed = max(handed, tile.block_n * padded * 2)
         return keys + queries + grads + handed + 1024
 
     @property
@@ -301,7 +304,7 @@ class Plan:
         )
         self._configs = [
             driver.LaunchConfig((all_q_tiles, 1, 1), (_PREPARE_THREADS, 1, 1), 0, None, None, 0),
-            driver.LaunchConfig((blocks, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
+            driver.LaunchConfig((min(blocks, num_sms) if tile.persistent else blocks, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
             driver.LaunchConfig((all_q_tiles, 1, 1), (128 * tile.num_warpgroups, 1, 1), 0, None, None, 0),
         ]
         self._frames: list[_Frame] = []

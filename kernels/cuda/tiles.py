@@ -82,7 +82,8 @@ class BackwardTile:
     product that was issued before them. lagged: a step computes the query gradient of the step before. turns:
     warpgroups take turns at the exponentials. early_scores: the next part's scores are issued before this part's
     share of the key gradient, which is left in flight. direct_sums: query gradients are added from registers.
-    delta_first: dP's accumulators begin with -delta.
+    delta_first: dP's accumulators begin with -delta. persistent: a block for each multiprocessor, which does one tile
+    of keys after the other.
     """
 
     block_m: int
@@ -98,6 +99,7 @@ class BackwardTile:
     early_scores: bool = False
     direct_sums: bool = False
     delta_first: bool = False
+    persistent: bool = False
 
     @property
     def num_warpgroups(self) -> int:
