@@ -73,20 +73,57 @@ struct Shared {
   __device__ uint32_t kv_empty() const { return ds_full(2 * DS_STAGES); }
   __device__ uint32_t grads_staged() const { return ds_full(2 * DS_STAGES + 1); }
   __device__ uint32_t grads_sent() const { return ds_full(2 * DS_STAGES + 2); }
+  __device__ uint32_t work_full(int stage) const { return ds_full(2 * DS_STAGES + 3 + stage); }
+  __device__ uint32_t work_empty(int stage) const { return work_full(2 + stage); }
   __device__ uint32_t grad_value() const { return PERSISTENT ? grad_scores : value; }
   __device__ uint32_t grad_key() const { return !PERSISTENT ? key : GRADS_IN_DS ? grad_scores + V_BYTES : staging; }
 };
 
-// The tiles of keys of a block: one, or, PERSISTENT, as many as it takes for all blocks to do them all.
+// PERSISTENT: who hears which tiles of keys the block is given: each consumer warp and three more threads.
+constexpr int LISTENERS = 4 * CONSUMERS + (DIRECT_SUMS ? 0 : CONSUMERS) + 1;
+
+// The tiles of keys of a block, `number` or, PERSISTENT, those that its loading thread has been given. By whole warps
+// or single threads.
 template <class Visit>
-__device__ __forceinline__ void for_each_work(int number, const BackwardParams& params, const Visit& visit) {
+__device__ __forceinline__ void for_each_work(int number, const BackwardParams& params, const Shared& shared,
+                                              const Visit& visit) {
   if (!PERSISTENT) {
     visit(work_at(number, params));
     return;
   }
-  const int all = params.batch * params.num_kv_heads * params.k_tiles;
+  Ring<2> given;
 #pragma unroll 1
-  for (; number < all; number += gridDim.x) visit(work_at(number, params));
+  while (true) {
+    barrier_wait(shared.work_full(given.stage), given.phase);
+    number = read_word(shared.ticket + 4 * given.stage);
+    if (threadIdx.x >= 128) __syncwarp();
+    if (threadIdx.x < 128 || threadIdx.x % 32 == 0) barrier_arrive(shared.work_empty(given.stage));
+    given.advance();
+    if (number < 0) return;
+    visit(work_at(threadIdx.x < 128 ? number : uniform(number), params));
+  }
+}
+
+// The loading thread: takes the next tile that no block has, until there are none, and says so to all others. The last
+// block to see the end leaves the counters as it found them.
+template <class Visit>
+__device__ __forceinline__ void give_work(const BackwardParams& params, const Shared& shared, const Visit& visit) {
+  Ring<2> given;
+#pragma unroll 1
+  while (true) {
+    int number = atomicAdd(params.counters, 1);
+    if (number >= params.batch * params.num_kv_heads * params.k_tiles) number = -1;
+    barrier_wait(shared.work_empty(given.stage), given.phase ^ 1);
+    write_word(shared.ticket + 4 * given.stage, number);
+    barrier_arrive(shared.work_full(given.stage));
+    given.advance();
+    if (number < 0) break;
+    visit(work_at(number, params));
+  }
+  if (atomicAdd(params.counters + 1, 1) == gridDim.x - 1) {
+    params.counters[0] = 0;
+    params.counters[1] = 0;
+  }
 }
 
 // The loading warp's progress.
@@ -130,7 +167,7 @@ __device__ __forceinline__ void exchange_keys(const TensorMap& key_map, const Te
     store_wait();
     barrier_arrive(shared.grads_sent());
   };
-  for_each_work(number, params, [&](const Work& work) {
+  for_each_work(number, params, shared, [&](const Work& work) {
     if (work.tiles(params) > 0) {
       barrier_wait(shared.kv_empty(), kv_phase);
       kv_phase ^= 1;
@@ -467,7 +504,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     prefetch_map(key_map);
     prefetch_map(value_map);
     prefetch_map(grad_out_map);
-    take_ticket(shared.ticket, params);
+    if (!PERSISTENT) take_ticket(shared.ticket, params);
     barrier_init(shared.k_full(), 1);
     barrier_init(shared.v_full(), 1);
     // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.
@@ -486,6 +523,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     barrier_init(shared.kv_empty(), 4 * CONSUMERS);
     barrier_init(shared.grads_staged(), 4 * CONSUMERS);
     barrier_init(shared.grads_sent(), 1);
+    for (int stage = 0; stage < 2; ++stage) {
+      barrier_init(shared.work_full(stage), 1);
+      barrier_init(shared.work_empty(stage), LISTENERS);
+    }
     for (int stage = 0; stage < DS_STAGES; ++stage) {
       barrier_init(shared.ds_full(stage), 4 * CONSUMERS);
       barrier_init(shared.ds_empty(stage), 4 * CONSUMERS);
@@ -493,23 +534,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     barrier_init_fence();
   }
   __syncthreads();
-  const int number = block_number(shared.ticket, params);
+  const int number = PERSISTENT ? 0 : block_number(shared.ticket, params);
 
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
       Loads loads;
-      for_each_work(number, params, [&](const Work& work) {
-        if (PERSISTENT)
+      if (PERSISTENT)
+        give_work(params, shared, [&](const Work& work) {
           load_queries(query_map, grad_out_map, work, params, shared, loads);
-        else
-          produce(query_map, key_map, value_map, grad_out_map, work, params, shared);
-      });
+        });
+      else
+        produce(query_map, key_map, value_map, grad_out_map, work_at(number, params), params, shared);
     }
     if (!DIRECT_SUMS && threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) {
       uint32_t phase = 0;
-      for_each_work(number, params,
+      for_each_work(number, params, shared,
                     [&](const Work& work) { store_pieces(work, params, shared, warp - 1, phase); });
     }
     if (PERSISTENT && threadIdx.x == 96)
@@ -518,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     registers_claim<CONSUMER_REGISTERS>();
     Progress progress;
     const int warpgroup = uniform(threadIdx.x / 128) - 1;
-    for_each_work(number, params, [&](const Work& work) {
+    for_each_work(number, params, shared, [&](const Work& work) {
       consume(grad_key_map, grad_value_map, work, params, shared, warpgroup, progress);
     });
   }

@@ -302,9 +302,10 @@ class Plan:
             softmax_scale=softmax_scale,
             softmax_scale_log2=softmax_scale * _LOG2E,
         )
+        grid = min(blocks, num_sms) if tile.persistent else blocks
         self._configs = [
             driver.LaunchConfig((all_q_tiles, 1, 1), (_PREPARE_THREADS, 1, 1), 0, None, None, 0),
-            driver.LaunchConfig((min(blocks, num_sms) if tile.persistent else blocks, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
+            driver.LaunchConfig((grid, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
             driver.LaunchConfig((all_q_tiles, 1, 1), (128 * tile.num_warpgroups, 1, 1), 0, None, None, 0),
         ]
         self._frames: list[_Frame] = []
@@ -337,7 +338,7 @@ class Plan:
         params.sums = start + 4 * self._sums_at
         params.semaphores = start + 4 * self._semaphores_at
         stream = driver.current_stream(index)
-        if self.specialisation.deterministic:
+        if self.specialisation.deterministic or self.specialisation.tile.persistent:
             params.counters = driver.counters(index, stream)
         count = 2 if grad_query is None else 3
         launches = zip(ENTRIES, self._functions, frame.configs, (frame.single, frame.main, frame.single), strict=True)
