@@ -10,7 +10,8 @@
 //     each consumer warpgroup, 64 keys:
 //       issue dP^T = value grad_out^T;  P^T = exp2(S^T) meanwhile;  issue grad_value += P^T grad_out
 //       dS^T meanwhile, into shared memory for the others;  issue grad_key += dS^T query
-//       once all have written dS:  issue its share of grad_query = dS key;  issue the next tile's S^T = key query'^T
+//       issue its share of grad_query = dS key of the tile before, whose dS all have written by now, so that the
+//       warpgroups need not be at the same place;  issue the next tile's S^T = key query'^T
 //       its share of grad_query into a staging buffer meanwhile
 //     storing warps:   add the staged grad_query to float32 sums in global memory, by bulk reduction
 //   flash_backward_finish: the sums, scaled and rounded, become grad_query
@@ -21,21 +22,26 @@
 // serves DETERMINISTIC: there, a block adds to a tile once those of all earlier keys have. Blocks then take their
 // numbers from a counter, so that the one waited for has always begun.
 //
-// Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of BLOCK_M rows, DS_STAGES of dS, all in boxes
-// of 64 columns (tma.cuh); BLOCK_M x HEAD_DIM float32 of staging, in the accumulators' own order.
+// TURNS: the warpgroups take turns at the exponentials, so that one computes them while the other's products run.
+// PERSISTENT: a block for each multiprocessor, which takes one tile of keys after the other from a counter. The next
+// tile's loads run beside the last steps and the epilogue, and gradients leave by a warp of their own meanwhile.
+//
+// Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of BLOCK_M rows, two of dS, all in boxes of 64
+// columns (tma.cuh); BLOCK_M x HEAD_DIM float32 of staging, in the accumulators' own order.
 // Registers: (HEAD_DIM + HEAD_DIM_V) / 2 for the sums; STEP_M / 2 each for S and dP, half of that for P and dS rounded;
 // (HEAD_DIM + HEAD_DIM_V) / 4 for keys and values where they are kept there.
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
-// tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES, KEYS_IN_REGISTERS, IS_CAUSAL, IS_BF16, DETERMINISTIC.
+// tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES (2), KEYS_IN_REGISTERS, TURNS, DELTA_FIRST, PERSISTENT, IS_CAUSAL,
+// IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
+constexpr int PRODUCER_REGISTERS = 24;
+constexpr int CONSUMER_REGISTERS = 240;
 static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
-static_assert(!LAGGED || DS_STAGES == 2);
-static_assert(!PERSISTENT || (LAGGED && CONSUMERS < 3));
+static_assert(CONSUMERS == 2, "registers, and who takes turns");
+static_assert(DS_STAGES == 2, "one is read while the other is written");
 
 // Where the gradients of keys and values leave from. PERSISTENT: not from the places of the keys and values, which the
 // next tile's come into meanwhile, but from those of dS and, if these are too small, of the staging buffer.
@@ -43,8 +49,9 @@ constexpr bool GRADS_IN_DS = V_BYTES + K_BYTES <= DS_STAGES * DS_BYTES;
 constexpr int PIECES_BYTES = BLOCK_M * HEAD_DIM * 4;
 constexpr int STAGING_BYTES = PERSISTENT && !GRADS_IN_DS && PIECES_BYTES < K_BYTES ? K_BYTES : PIECES_BYTES;
 static_assert(!PERSISTENT || V_BYTES <= DS_STAGES * DS_BYTES);
-static_assert(!DIRECT_SUMS || !DETERMINISTIC);
-static_assert(!TURNS || CONSUMERS == 2);
+
+// Named barriers: of all consumers; and of the turns, one for each warpgroup.
+constexpr int ALL_CONSUMERS = 1, FIRST_TURN = 2;
 
 // Byte addresses in shared memory.
 struct Shared {
@@ -79,28 +86,28 @@ struct Shared {
   __device__ uint32_t grad_key() const { return !PERSISTENT ? key : GRADS_IN_DS ? grad_scores + V_BYTES : staging; }
 };
 
-// PERSISTENT: who hears which tiles of keys the block is given: each consumer warp and three more threads.
-constexpr int LISTENERS = 4 * CONSUMERS + (DIRECT_SUMS ? 0 : CONSUMERS) + 1;
+// PERSISTENT: who hears which tiles of keys the block is given: each consumer warp, the storing warps, and who exchanges keys.
+constexpr int LISTENERS = 5 * CONSUMERS + 1;
 
 // The tiles of keys of a block, `number` or, PERSISTENT, those that its loading thread has been given. By whole warps
 // or single threads.
 template <class Visit>
 __device__ __forceinline__ void for_each_work(int number, const BackwardParams& params, const Shared& shared,
                                               const Visit& visit) {
-  if (!PERSISTENT) {
+  if constexpr (!PERSISTENT) {
     visit(work_at(number, params));
-    return;
-  }
-  Ring<2> given;
+  } else {
+    const bool alone = threadIdx.x < 128;
 #pragma unroll 1
-  while (true) {
-    barrier_wait(shared.work_full(given.stage), given.phase);
-    number = read_word(shared.ticket + 4 * given.stage);
-    if (threadIdx.x >= 128) __syncwarp();
-    if (threadIdx.x < 128 || threadIdx.x % 32 == 0) barrier_arrive(shared.work_empty(given.stage));
-    given.advance();
-    if (number < 0) return;
-    visit(work_at(threadIdx.x < 128 ? number : uniform(number), params));
+    for (uint32_t given = 0;; ++given) {
+      const auto place = Ring<2>::at(given);
+      barrier_wait(shared.work_full(place.stage), place.phase);
+      number = read_word(shared.ticket + 4 * place.stage);
+      if (!alone) __syncwarp();
+      if (alone || threadIdx.x % 32 == 0) barrier_arrive(shared.work_empty(place.stage));
+      if (number < 0) return;
+      visit(work_at(alone ? number : uniform(number), params));
+    }
   }
 }
 
@@ -108,15 +115,14 @@ __device__ __forceinline__ void for_each_work(int number, const BackwardParams& 
 // block to see the end leaves the counters as it found them.
 template <class Visit>
 __device__ __forceinline__ void give_work(const BackwardParams& params, const Shared& shared, const Visit& visit) {
-  Ring<2> given;
 #pragma unroll 1
-  while (true) {
+  for (uint32_t given = 0;; ++given) {
+    const auto place = Ring<2>::at(given);
     int number = atomicAdd(params.counters, 1);
     if (number >= params.batch * params.num_kv_heads * params.k_tiles) number = -1;
-    barrier_wait(shared.work_empty(given.stage), given.phase ^ 1);
-    write_word(shared.ticket + 4 * given.stage, number);
-    barrier_arrive(shared.work_full(given.stage));
-    given.advance();
+    barrier_wait(shared.work_empty(place.stage), place.phase ^ 1);
+    write_word(shared.ticket + 4 * place.stage, number);
+    barrier_arrive(shared.work_full(place.stage));
     if (number < 0) break;
     visit(work_at(number, params));
   }
@@ -126,27 +132,22 @@ __device__ __forceinline__ void give_work(const BackwardParams& params, const Sh
   }
 }
 
-// The loading warp's progress.
-struct Loads {
-  Ring<Q_STAGES> q;
-  Ring<DO_STAGES> d;
-};
+// The loading thread: query and grad_out tiles. `loaded`: how many of either it has loaded before.
 __device__ __forceinline__ void load_queries(const TensorMap& query_map, const TensorMap& grad_out_map,
                                              const Work& work, const BackwardParams& params, const Shared& shared,
-                                             Loads& loads) {
-  Ring<Q_STAGES>& q = loads.q;
-  Ring<DO_STAGES>& d = loads.d;
-  for_each_tile(work, params, [&](int head, int tile, int64_t number) {
+                                             uint32_t& loaded) {
+  for_each_tile(work, params, [&](int head, int tile, int number) {
+    const auto q = Ring<Q_STAGES>::at(loaded);
     barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
                                  head, work.batch);
-    load_bytes<STATISTICS_BYTES>(params.statistics + number * (2 * BLOCK_M),
+    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (2 * BLOCK_M),
                                  shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
-    q.advance();
+    const auto d = Ring<DO_STAGES>::at(loaded);
     barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
     load_rows<BLOCK_M, HEAD_DIM_V>(grad_out_map, shared.grad_out + d.stage * DO_BYTES, shared.do_full(d.stage),
                                    tile * BLOCK_M, head, work.batch);
-    d.advance();
+    ++loaded;
   });
 }
 
@@ -181,24 +182,29 @@ __device__ __forceinline__ void exchange_keys(const TensorMap& key_map, const Te
   store();
 }
 
-// A storing warp, one for each consumer warpgroup: adds its pieces of grad_query to the sums.
+// A storing warp, one for each consumer warpgroup: adds its pieces of grad_query to the sums. DETERMINISTIC: says of each
+// tile that it has, while it looks whether the next one's turn has come.
 __device__ __forceinline__ void store_pieces(const Work& work, const BackwardParams& params, const Shared& shared,
                                              int warpgroup, uint32_t& phase) {
   const Piece piece(warpgroup);
-  for_each_tile(work, params, [&](int, int, int64_t number) {
+  int before = -1;
+  const auto semaphore = [&](int number) { return params.semaphores + (int64_t)number * CONSUMERS + warpgroup; };
+  for_each_tile(work, params, [&](int, int, int number) {
+    if (DETERMINISTIC) {
+      semaphore_hand_on(before < 0 ? nullptr : semaphore(before), semaphore(number), work.k_tile);
+      before = number;
+    }
     barrier_wait(shared.staged(warpgroup), phase);
-    int* semaphore = params.semaphores + number * CONSUMERS + warpgroup;
-    if (DETERMINISTIC) semaphore_wait(semaphore, work.k_tile);
-    reduce_bytes(params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset, shared.staging + 4 * piece.offset,
-                 piece.groups * 128 * 16);
+    phase ^= 1;
+    reduce_bytes(params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM) + piece.offset,
+                 shared.staging + 4 * piece.offset, piece.groups * 128 * 16);
     store_wait();
     barrier_arrive(shared.sent(warpgroup));
-    if (DETERMINISTIC) {
-      store_wait_written();
-      semaphore_add(semaphore);
-    }
-    phase ^= 1;
   });
+  if (DETERMINISTIC && before >= 0) {
+    store_wait_written();
+    semaphore_add(semaphore(before));
+  }
 }
 
 // piece[64, PIECE_COLUMNS] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, PIECE_COLUMNS]
@@ -270,26 +276,8 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
         columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0), key_columns);
     wgmma_commit();
   };
-  // Where this thread's values of the tile's sums are, of the tile whose share is next to leave.
-  const auto sums_of = [&](int64_t number) {
-    return params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset + threadIdx.x % 128 * 4;
-  };
-  const int64_t first_number = ((int64_t)work.batch * params.num_heads + work.kv_head * group) * params.q_tiles;
-  float* sums = sums_of(first_number + params.q_tiles - 1);
-  int tiles_of_head = work.tiles(params), tiles_left = tiles_of_head;
+  // Hands a share of grad_query to the storing warp.
   const auto stage_columns = [&](const float (&columns)[PIECE_COLUMNS / 2]) {
-    if (DIRECT_SUMS) {
-#pragma unroll
-      for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
-        if (i < piece.groups) reduce_four(sums + i * 128 * 4, columns + 4 * i);
-      if (--tiles_left > 0) {
-        sums -= BLOCK_M * HEAD_DIM;
-      } else {  // the next head's last tile
-        tiles_left = tiles_of_head;
-        sums += (params.q_tiles + tiles_of_head - 1) * (BLOCK_M * HEAD_DIM);
-      }
-      return;
-    }
     barrier_wait(shared.sent(warpgroup), sent_phase);
     sent_phase ^= 1;
     const uint32_t address = shared.staging + 4 * piece.offset + threadIdx.x % 128 * 16;
@@ -318,7 +306,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
 
       if (ends || (IS_CAUSAL && first_row + part * STEP_M < first_key + 63))
         mask_keys(scores, thread_key, first_row + part * STEP_M, params);
-      if (TURNS) named_sync(3 + warpgroup, 128 * CONSUMERS);
+      if (TURNS) named_sync(FIRST_TURN + warpgroup, 128 * CONSUMERS);
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
         const float2 logsumexp = read_pair(statistics + 8 * i);
@@ -333,8 +321,9 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
 #pragma unroll
       for (int i = 0; i < STEP_M / 4; ++i) all |= probabilities[i];
       // Nobody waits for the turn that would follow the last one.
-      if (TURNS && (MORE || !last_part || warpgroup == 0)) named_arrive_after(4 - warpgroup, 128 * CONSUMERS, all);
-      if (ORDERED) wgmma_wait_after<0>(all);
+      if (TURNS && (MORE || !last_part || warpgroup == 0))
+        named_arrive_after(FIRST_TURN + 1 - warpgroup, 128 * CONSUMERS, all);
+      wgmma_wait_after<0>(all);
       wgmma_wait<0>();
       wgmma_fence();
       accumulate_product<HEAD_DIM_V>(grad_value, probabilities, grad_out);
@@ -355,39 +344,29 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       uint32_t grad_scores[STEP_M / 4];
       pack_all(grad_scores, grads);
       if (part == 0) {
-        // With two buffers, who writes one has passed the barrier below after all have read it: a step ago.
-        if (DS_STAGES == 1) named_sync(2, 128 * CONSUMERS);
-        if (LAGGED) barrier_wait(shared.ds_empty(s.stage), s.phase ^ 1);
+        barrier_wait(shared.ds_empty(s.stage), s.phase ^ 1);
         if (PERSISTENT && !BEFORE) barrier_wait(shared.grads_sent(), progress.grads_phase);
       }
       write_grad_scores(grad_scores_tile + rows, grad_scores, warp_row);
       if (last_part) {
         store_fence();
-        if (LAGGED) {
-          __syncwarp();
-          release(shared.ds_full(s.stage));
-        }
+        __syncwarp();
+        release(shared.ds_full(s.stage));
+      } else {
+        begin_grads(q.stage, part + 1);
       }
-      if (!last_part) begin_grads(q.stage, part + 1);
-      if (EARLY_SCORES && !last_part) issue_scores(q.stage, part + 1);
       wgmma_fence();
       accumulate_product<HEAD_DIM>(grad_key, grad_scores, query);
       wgmma_commit();
       if (!last_part) {
-        if (!EARLY_SCORES) issue_scores(q.stage, part + 1);
-        wgmma_wait<EARLY_SCORES>();
+        issue_scores(q.stage, part + 1);
+        wgmma_wait<0>();
       }
     }
-    // LAGGED: the share of the tile before, whose dS the other warpgroup has written by now; so they need not be at the
-    // same place.
-    constexpr bool QUERIES = !LAGGED || BEFORE;
-    const auto source = LAGGED ? s.previous() : s;
+    const Ring<DS_STAGES> source = s.previous();
     float columns[PIECE_COLUMNS / 2];
-    if (QUERIES) {
-      if (LAGGED)
-        barrier_wait(shared.ds_full(source.stage), source.phase);
-      else
-        named_sync(1, 128 * CONSUMERS);
+    if (BEFORE) {
+      barrier_wait(shared.ds_full(source.stage), source.phase);
       issue_grad_query(columns, source.stage);
       wgmma_wait<1>();  // the sums of keys and values
     } else {
@@ -402,16 +381,16 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       barrier_wait(shared.q_full(q.stage), q.phase);
       if (PARTS > 1) begin_grads(q.stage, 0);
       issue_scores(q.stage, 0);
-      if (QUERIES) {
+      if (BEFORE) {
         wgmma_wait<1>();
-        if (LAGGED) release(shared.ds_empty(source.stage));
+        release(shared.ds_empty(source.stage));
         stage_columns(columns);
       }
       wgmma_wait<0>();
       if (PARTS == 1) begin_grads(q.stage, 0);  // no registers before
-    } else if (QUERIES) {
+    } else if (BEFORE) {
       wgmma_wait<0>();
-      if (LAGGED) release(shared.ds_empty(source.stage));
+      release(shared.ds_empty(source.stage));
       stage_columns(columns);
     }
   };
@@ -419,7 +398,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   const int last_row = (params.q_tiles - 1) * BLOCK_M, end_row = work.first_q_tile * BLOCK_M;
   int left = work.tiles(params) * group;
   if (left > 0) {
-    if (TURNS && warpgroup == 1) named_arrive(3, 128 * CONSUMERS);  // the first turn is the other's
+    if (TURNS && warpgroup == 1) named_arrive(FIRST_TURN, 128 * CONSUMERS);  // the first turn is the other's
     barrier_wait(shared.k_full(), progress.kv_phase);
     key.load(shared.key, 64 * warpgroup);
     barrier_wait(shared.q_full(q.stage), q.phase);
@@ -433,42 +412,34 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       --left;
       first_row = first_row == end_row ? last_row : first_row - BLOCK_M;
     };
-    if (LAGGED) {
-      if (left == 1) {
-        step(first_row, Flag<false>(), Flag<false>());
-      } else {
-        step(first_row, Flag<false>(), Flag<true>());
-        advance();
-#pragma unroll 1
-        for (; left > 1; advance()) step(first_row, Flag<true>(), Flag<true>());
-        step(first_row, Flag<true>(), Flag<false>());
-      }
-      const auto source = s.previous();
-      float columns[PIECE_COLUMNS / 2];
-      barrier_wait(shared.ds_full(source.stage), source.phase);
-      issue_grad_query(columns, source.stage);
-      wgmma_wait<0>();
-      if (PERSISTENT) {
-        release(shared.kv_empty());
-        release(shared.ds_empty(source.stage));
-        progress.kv_phase ^= 1;
-      }
-      stage_columns(columns);
+    if (left == 1) {
+      step(first_row, Flag<false>(), Flag<false>());
     } else {
+      step(first_row, Flag<false>(), Flag<true>());
+      advance();
 #pragma unroll 1
       for (; left > 1; advance()) step(first_row, Flag<true>(), Flag<true>());
       step(first_row, Flag<true>(), Flag<false>());
     }
+    const Ring<DS_STAGES> source = s.previous();
+    float columns[PIECE_COLUMNS / 2];
+    barrier_wait(shared.ds_full(source.stage), source.phase);
+    issue_grad_query(columns, source.stage);
+    wgmma_wait<0>();
+    release(shared.ds_empty(source.stage));
+    if (PERSISTENT) release(shared.kv_empty());
+    progress.kv_phase ^= 1;
+    stage_columns(columns);
   }
 
   if (PERSISTENT) {
     barrier_wait(shared.grads_sent(), progress.grads_phase);  // where there was no step
     progress.grads_phase ^= 1;
-    named_sync(1, 128 * CONSUMERS);  // all have read dS
+    named_sync(ALL_CONSUMERS, 128 * CONSUMERS);  // all have read dS
     stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.grad_value(), warp_row);
     if (!GRADS_IN_DS) {
       barrier_wait(shared.sent(warpgroup), sent_phase);
-      named_sync(1, 128 * CONSUMERS);
+      named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
     }
     stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.grad_key(), warp_row);
     store_fence();
@@ -477,11 +448,11 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     return;
   }
   // The gradients leave through the places of the keys and values, which all have read.
-  named_sync(1, 128 * CONSUMERS);
+  named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
   stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.grad_value(), warp_row);
   stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.grad_key(), warp_row);
   store_fence();
-  named_sync(1, 128 * CONSUMERS);
+  named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
   if (threadIdx.x == 128) {
     store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.grad_value(), work.k_tile * BLOCK_N, work.kv_head,
                                     work.batch);
@@ -540,15 +511,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     registers_release<PRODUCER_REGISTERS>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
-      Loads loads;
+      uint32_t loaded = 0;
       if (PERSISTENT)
         give_work(params, shared, [&](const Work& work) {
-          load_queries(query_map, grad_out_map, work, params, shared, loads);
+          load_queries(query_map, grad_out_map, work, params, shared, loaded);
         });
       else
         produce(query_map, key_map, value_map, grad_out_map, work_at(number, params), params, shared);
     }
-    if (!DIRECT_SUMS && threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) {
+    if (threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) {
       uint32_t phase = 0;
       for_each_work(number, params, shared,
                     [&](const Work& work) { store_pieces(work, params, shared, warp - 1, phase); });

@@ -65,10 +65,11 @@ struct Work {
 };
 
 // Causal: the first keys, which most queries see, come first, of a group of heads whose queries stay in L2 together.
+// Deterministic: the same, since blocks of one head wait for one another: so those that begin together are of many.
 __device__ __forceinline__ Work work_at(int index, const BackwardParams& params) {
   int head;
   Work work;
-  if (IS_CAUSAL) {
+  if (IS_CAUSAL || DETERMINISTIC) {
     const int group_tiles = params.heads_per_group * params.k_tiles;
     const int first = index / group_tiles * params.heads_per_group, within = index % group_tiles;
     const int heads = min(params.heads_per_group, params.batch * params.num_kv_heads - first);
@@ -105,7 +106,7 @@ __device__ __forceinline__ void for_each_tile(const Work& work, const BackwardPa
   const int group = params.num_heads / params.num_kv_heads;
 #pragma unroll 1
   for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
-    const int64_t first = ((int64_t)work.batch * params.num_heads + head) * params.q_tiles;
+    const int first = (work.batch * params.num_heads + head) * params.q_tiles;
 #pragma unroll 1
     for (int tile = params.q_tiles - 1; tile >= work.first_q_tile; --tile) visit(head, tile, first + tile);
   }
@@ -119,7 +120,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
   Ring<Q_STAGES> q;
   Ring<DO_STAGES> d;
   bool first = true;
-  for_each_tile(work, params, [&](int head, int tile, int64_t number) {
+  for_each_tile(work, params, [&](int head, int tile, int number) {
     // In the order in which the consumers need them.
     if (first)
       load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key, shared.k_full(), work.k_tile * BLOCK_N, work.kv_head,
@@ -127,7 +128,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
     barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
                                  head, work.batch);
-    load_bytes<STATISTICS_BYTES>(params.statistics + number * (2 * BLOCK_M),
+    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (2 * BLOCK_M),
                                  shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
     q.advance();
     if (first)

@@ -48,8 +48,10 @@ class BackwardParams(ctypes.Structure):
         ("grad_query", ctypes.c_void_p),
         ("statistics", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
-        ("semaphores", ctypes.c_void_p),  # of the deterministic kernel, as the counters
-        ("counters", ctypes.c_void_p),  # two int32, zero between launches, of nobody else's while this one runs
+        ("semaphores", ctypes.c_void_p),  # deterministic only
+        # Two int32 of the deterministic and of the persistent kernel, zero between launches, of nobody else's while
+        # this one runs.
+        ("counters", ctypes.c_void_p),
         ("out_stride_batch", ctypes.c_int64),  # in elements, as all strides
         ("out_stride_head", ctypes.c_int64),
         ("out_stride_row", ctypes.c_int64),
@@ -99,11 +101,7 @@ class Specialisation(NamedTuple):
             "DO_STAGES": tile.do_stages,
             "DS_STAGES": tile.ds_stages,
             "KEYS_IN_REGISTERS": int(tile.keys_in_registers),
-            "ORDERED": int(tile.ordered),
-            "LAGGED": int(tile.lagged),
             "TURNS": int(tile.turns),
-            "EARLY_SCORES": int(tile.early_scores),
-            "DIRECT_SUMS": int(tile.direct_sums),
             "DELTA_FIRST": int(tile.delta_first),
             "PERSISTENT": int(tile.persistent),
             "IS_CAUSAL": int(self.is_causal),
@@ -168,11 +166,16 @@ class Specialisation(NamedTuple):
 
 
 def specialise(
-    head_dim: int, head_dim_v: int, dtype: torch.dtype, is_causal: bool, deterministic: bool
+    head_dim: int, head_dim_v: int, dtype: torch.dtype, is_causal: bool, deterministic: bool, query_rows: int
 ) -> Specialisation:
-    """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256."""
+    """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256.
+
+    query_rows: how many queries a key head has, those of all its query heads together.
+    """
     padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
-    tile = tiles.choose_backward(padded, padded_v, is_causal)
+    if padded_v > 64:
+        padded = max(padded, 80)  # of wide tiles each warpgroup computes a box of the query's gradient; there are two
+    tile = tiles.choose_backward(padded, padded_v, is_causal, query_rows, deterministic)
     return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, deterministic, tile)
 
 
@@ -249,7 +252,8 @@ class Plan:
         batch, heads, seqlen_q, head_dim = query.shape
         kv_heads, seqlen_k, head_dim_v = value.shape[1:]
         index = self._device_index = query.device.index
-        spec = specialise(head_dim, head_dim_v, query.dtype, is_causal, deterministic)
+        query_rows = seqlen_q * (heads // kv_heads)
+        spec = specialise(head_dim, head_dim_v, query.dtype, is_causal, deterministic, query_rows)
         if tile is not None:
             spec = spec._replace(tile=tile)
         self.specialisation = spec
@@ -284,7 +288,12 @@ class Plan:
                 for dim, what in enumerate(("batch", "head", "row")):
                     strides[f"{name}_stride_{what}"] = tensor.stride(dim)
         _, num_sms = forward._device(index)
-        head_bytes = heads // kv_heads * seqlen_q * (head_dim * 6 + head_dim_v * 2)
+        head_bytes = query_rows * (head_dim * 6 + head_dim_v * 2)
+        # Enough for a wave of blocks, however large.
+        heads_per_group = max(_L2_BYTES // head_bytes, math.ceil(num_sms / k_tiles))
+        if deterministic and is_causal:
+            # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
+            heads_per_group = max(heads_per_group, math.ceil(num_sms / 3))
         self._params = BackwardParams(
             **strides,
             batch=batch,
@@ -297,8 +306,7 @@ class Plan:
             logsumexp_pitch=logsumexp.size(-1),
             q_tiles=q_tiles,
             k_tiles=k_tiles,
-            # Enough for a wave of blocks, however large.
-            heads_per_group=min(max(_L2_BYTES // head_bytes, math.ceil(num_sms / k_tiles)), batch * kv_heads),
+            heads_per_group=min(heads_per_group, batch * kv_heads),
             softmax_scale=softmax_scale,
             softmax_scale_log2=softmax_scale * _LOG2E,
         )
