@@ -1,10 +1,10 @@
 """Check and measure candidate tiles of the Hopper backward on this GPU, for ``kernels/cuda/tiles.py``.
 
-    python -m benchmarks.tune_cuda --out benchmarks/results/tune_cuda.json [--only 128] [--budget 60]
+    python -m benchmarks.tune_cuda --out benchmarks/results/tune_cuda.json [--only 128] [--lengths 2048] [--budget 60]
 
 First every candidate is compiled, in parallel; then checked against float64 in a process of its own, where one that
-hangs or faults costs that process alone; then those that passed are timed beside cuDNN, PyTorch's flash kernel and the
-Triton kernels, in turn, on random data, medians. Rates count five products, a causal mask halves them. For the best
+hangs or faults costs that process alone; then those that passed are timed beside cuDNN (or --peers), in turn, on
+random data, medians. Rates count five products, a causal mask halves them. "*": what the table names. For the best
 candidate of each problem the three kernels are timed one by one as well.
 """
 
@@ -36,26 +36,25 @@ from torch_flashbackend.kernels.cuda.tiles import BackwardTile
 
 TOKENS, WIDTH = 16384, 2048
 # batch, query heads, key heads, seqlen_q, seqlen_k of what is checked.
-CHECKED = ((1, 1, 1, 128, 128), (2, 4, 2, 333, 400), (1, 2, 1, 513, 190), (1, 8, 8, 1024, 1024))
+# The last one has more tiles of keys than multiprocessors.
+CHECKED = ((1, 1, 1, 128, 128), (2, 4, 2, 333, 400), (1, 2, 1, 513, 190), (1, 8, 8, 1024, 1024), (2, 64, 32, 333, 500))
 # Errors of bfloat16 gradients relative to their largest element are 0.002 to 0.008.
 LARGEST_ERROR = 0.02
 SECONDS_PER_CHECK = 15.0
 MOST_HANGS = 3  # no more are checked after so many
 
 
-def candidates(head_dim: int) -> list[BackwardTile]:
-    """What is tried, the table's first."""
-    first = tiles.choose_backward(head_dim, head_dim, False)
+def candidates(head_dim: int, deterministic: bool) -> list[BackwardTile]:
+    """What is tried, the table's first: for long calls, then for short ones, then their neighbours."""
+    chosen = [tiles.choose_backward(head_dim, head_dim, True, rows, deterministic) for rows in (1 << 20, 1)]
+    change = dataclasses.replace
     if head_dim > 128:
-        return [first, dataclasses.replace(first, ds_stages=1)]
-    options: list[dict[str, Any]] = [{"ordered": True}, {"ordered": True, "lagged": True, "q_stages": 3}]
-    turns = {"ordered": True, "lagged": True, "turns": True, "q_stages": 3}
-    if head_dim > 64:
-        options += [turns, *(turns | {name: True} for name in ("delta_first", "direct_sums", "persistent"))]
-    else:
-        early = turns | {"early_scores": True}
-        options += [turns, early, early | {"turns": False}, early | {"delta_first": True}, early | {"persistent": True}]
-    return [first, *(dataclasses.replace(first, **changes) for changes in options)]
+        return [chosen[0]] if deterministic else [chosen[0], change(chosen[0], ds_stages=1)]
+    forms = [chosen[0], change(chosen[1], persistent=True)]
+    if not deterministic:
+        forms += [change(tile, delta_first=not tile.delta_first) for tile in forms]
+        forms += [change(forms[1], turns=True)]
+    return list(dict.fromkeys(forms))
 
 
 def name_of(tile: BackwardTile) -> str:
@@ -83,7 +82,7 @@ class Candidate:
         """What is wrong with it, if anything."""
         try:
             spec = backward.specialise(
-                self.head_dim, self.head_dim, torch.bfloat16, self.is_causal, self.deterministic
+                self.head_dim, self.head_dim, torch.bfloat16, self.is_causal, self.deterministic, 1
             )._replace(tile=self.tile)
             if spec.shared_bytes > 227 << 10:
                 return f"{spec.shared_bytes} bytes of shared memory"
@@ -291,6 +290,13 @@ def time_problem(
     best = max(launchers, key=lambda name: rates[name])
     parts = kernel_times(launchers[best])
     row = {"problem": f"D={head_dim} S={seqlen} {'causal' if is_causal else 'full'}", "tflops": rates, "best": best}
+    named = [
+        Candidate(head_dim, is_causal, mode, tiles.choose_backward(head_dim, head_dim, is_causal, seqlen, mode)).name
+        for mode in (False, True)
+    ]
+    row["named"] = named
+    if all(name in rates for name in named):
+        row["deterministic_time"] = rates[named[0]] / rates[named[1]]
     row["differences"] = differ
     return {**row, "best_kernels_us": {entry: 1e3 * ms for entry, ms in parts.items()}}
 
@@ -298,9 +304,9 @@ def time_problem(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--only", default="128,64,256", help="head dimensions")
-    parser.add_argument("--lengths", default="4096,512,16384,1024")
-    parser.add_argument("--peers", default="cudnn,flash,triton", help="which of these are timed beside")
+    parser.add_argument("--only", default="128,64", help="head dimensions")
+    parser.add_argument("--lengths", default="2048,512,1024,4096,16384")
+    parser.add_argument("--peers", default="cudnn", help="which are timed beside: cudnn, flash, triton")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no further problem is begun")
     parser.add_argument("--compile-only", action="store_true", help="needs no GPU")
@@ -309,17 +315,10 @@ def main() -> None:
     began = time.monotonic()
     head_dims = [int(text) for text in options.only.split(",")]
     listed = [
-        Candidate(head_dim, is_causal, False, tile)
+        Candidate(head_dim, is_causal, deterministic, tile)
         for head_dim in head_dims
-        for tile in candidates(head_dim)
-        for is_causal in (False, True)
-    ]
-    # Deterministic: one tile each, the one that the table names.
-    listed += [
-        Candidate(
-            head_dim, is_causal, True, backward.specialise(*(head_dim,) * 2, torch.bfloat16, is_causal, True).tile
-        )
-        for head_dim in head_dims
+        for deterministic in (False, True)
+        for tile in candidates(head_dim, deterministic)
         for is_causal in (False, True)
     ]
     if options.check:
@@ -362,7 +361,8 @@ def main() -> None:
                 print(f"{row['problem']}:", flush=True)
                 for name, rate in ranked:
                     differ = " ".join(f"{x:.0e}" for x in row["differences"].get(name, []))
-                    print(f"  {rate:6.1f} {name} [{differ}]", flush=True)
+                    print(f"{'*' if name in row['named'] else ' '} {rate:6.1f} {name} [{differ}]", flush=True)
+                print(f"  deterministic mode takes {row.get('deterministic_time', float('nan')):.2f} times the default's")
                 kernels = ", ".join(f"{entry} {us:.0f} us" for entry, us in row["best_kernels_us"].items())
                 print(f"  best: {kernels}", flush=True)
                 results.add(row)

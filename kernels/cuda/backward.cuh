@@ -108,7 +108,8 @@ __device__ __forceinline__ void for_each_tile(const Work& work, const BackwardPa
   for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
     const int first = (work.batch * params.num_heads + head) * params.q_tiles;
 #pragma unroll 1
-    for (int tile = params.q_tiles - 1; tile >= work.first_q_tile; --tile) visit(head, tile, first + tile);
+    for (int number = first + params.q_tiles - 1; number >= first + work.first_q_tile; --number)
+      visit(head, number - first, number);
   }
 }
 

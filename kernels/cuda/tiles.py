@@ -121,9 +121,3 @@ def choose_backward(
     if max(head_dim, head_dim_v) <= 64:
         return BackwardTile(128, 128, 64, q_stages=3, keys_in_registers=True, persistent=persistent)
     return BackwardTile(64, 128, 64, q_stages=3, turns=True, delta_first=True, persistent=persistent)
-
-
-def backward_variants(head_dim: int, head_dim_v: int, is_causal: bool, deterministic: bool) -> tuple[BackwardTile, ...]:
-    """Every tile that ``choose_backward`` can give for these: what the build tests compile."""
-    rows = (512, 16384)
-    return tuple(dict.fromkeys(choose_backward(head_dim, head_dim_v, is_causal, n, deterministic) for n in rows))
