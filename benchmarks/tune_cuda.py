@@ -50,11 +50,11 @@ def candidates(head_dim: int, deterministic: bool) -> list[BackwardTile]:
     change = dataclasses.replace
     if head_dim > 128:
         return [chosen[0]] if deterministic else [chosen[0], change(chosen[0], ds_stages=1)]
-    forms = [chosen[0], change(chosen[1], persistent=True)]
+    forms = chosen[:1] if deterministic else [chosen[0], change(chosen[1], persistent=True)]
+    neighbours = [change(tile, first_stores=not tile.first_stores) for tile in forms]
     if not deterministic:
-        forms += [change(tile, delta_first=not tile.delta_first) for tile in forms]
-        forms += [change(forms[1], turns=True)]
-    return list(dict.fromkeys(forms))
+        neighbours += [change(forms[0], delta_first=not forms[0].delta_first), change(forms[1], turns=True)]
+    return list(dict.fromkeys([*forms, *neighbours]))
 
 
 def name_of(tile: BackwardTile) -> str:
@@ -362,7 +362,7 @@ def main() -> None:
                 for name, rate in ranked:
                     differ = " ".join(f"{x:.0e}" for x in row["differences"].get(name, []))
                     print(f"{'*' if name in row['named'] else ' '} {rate:6.1f} {name} [{differ}]", flush=True)
-                print(f"  deterministic mode takes {row.get('deterministic_time', float('nan')):.2f} times the default's")
+                print(f"  deterministic / default time: {row.get('deterministic_time', float('nan')):.2f}")
                 kernels = ", ".join(f"{entry} {us:.0f} us" for entry, us in row["best_kernels_us"].items())
                 print(f"  best: {kernels}", flush=True)
                 results.add(row)

@@ -26,19 +26,25 @@
 // PERSISTENT: a block for each multiprocessor, which takes one tile of keys after the other from a counter. The next
 // tile's loads run beside the last steps and the epilogue, and gradients leave by a warp of their own meanwhile.
 //
+// FIRST_STORES: nobody writes zeros to the sums; the block of a head's first keys, which every query tile meets, stores
+// its share, and the others add to a tile once it has. They too take their numbers from a counter.
+//
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of BLOCK_M rows, two of dS, all in boxes of 64
 // columns (tma.cuh); BLOCK_M x HEAD_DIM float32 of staging, in the accumulators' own order.
 // Registers: (HEAD_DIM + HEAD_DIM_V) / 2 for the sums; STEP_M / 2 each for S and dP, half of that for P and dS rounded;
 // (HEAD_DIM + HEAD_DIM_V) / 4 for keys and values where they are kept there.
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
-// tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES (2), KEYS_IN_REGISTERS, TURNS, DELTA_FIRST, PERSISTENT, IS_CAUSAL,
-// IS_BF16, DETERMINISTIC.
+// tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES (2), KEYS_IN_REGISTERS, TURNS, DELTA_FIRST, PERSISTENT, FIRST_STORES,
+// IS_CAUSAL, IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int PRODUCER_REGISTERS = 24;
-constexpr int CONSUMER_REGISTERS = 240;
+// Who takes tiles from a counter and stores pieces of unequal width has more to remember; the sums of fewer than 128
+// columns leave registers for it.
+constexpr bool MORE_FOR_PRODUCERS = PERSISTENT && HEAD_DIM % PIECE_COLUMNS != 0;
+constexpr int PRODUCER_REGISTERS = MORE_FOR_PRODUCERS ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = MORE_FOR_PRODUCERS ? 232 : 240;
 static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
 static_assert(CONSUMERS == 2, "registers, and who takes turns");
 static_assert(DS_STAGES == 2, "one is read while the other is written");
@@ -86,7 +92,8 @@ struct Shared {
   __device__ uint32_t grad_key() const { return !PERSISTENT ? key : GRADS_IN_DS ? grad_scores + V_BYTES : staging; }
 };
 
-// PERSISTENT: who hears which tiles of keys the block is given: each consumer warp, the storing warps, and who exchanges keys.
+// PERSISTENT: who hears which tiles of keys the block is given: each consumer warp, the storing warps, and who
+// exchanges keys.
 constexpr int LISTENERS = 5 * CONSUMERS + 1;
 
 // The tiles of keys of a block, `number` or, PERSISTENT, those that its loading thread has been given. By whole warps
@@ -182,24 +189,34 @@ __device__ __forceinline__ void exchange_keys(const TensorMap& key_map, const Te
   store();
 }
 
-// A storing warp, one for each consumer warpgroup: adds its pieces of grad_query to the sums. DETERMINISTIC: says of each
-// tile that it has, while it looks whether the next one's turn has come.
+// A storing warp, one for each consumer warpgroup: adds its pieces of grad_query to the sums. DETERMINISTIC: says of
+// each tile that it has, while it looks whether the next one's turn has come.
 __device__ __forceinline__ void store_pieces(const Work& work, const BackwardParams& params, const Shared& shared,
                                              int warpgroup, uint32_t& phase) {
   const Piece piece(warpgroup);
-  int before = -1;
+  const bool is_first = FIRST_STORES && work.k_tile == 0;
   const auto semaphore = [&](int number) { return params.semaphores + (int64_t)number * CONSUMERS + warpgroup; };
+  int before = -1;
   for_each_tile(work, params, [&](int, int, int number) {
     if (DETERMINISTIC) {
       semaphore_hand_on(before < 0 ? nullptr : semaphore(before), semaphore(number), work.k_tile);
       before = number;
+    } else if (FIRST_STORES && !is_first) {
+      semaphore_wait(semaphore(number), 1);
     }
     barrier_wait(shared.staged(warpgroup), phase);
     phase ^= 1;
-    reduce_bytes(params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM) + piece.offset,
-                 shared.staging + 4 * piece.offset, piece.groups * 128 * 16);
+    float* sums = params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM) + piece.offset;
+    if (is_first)
+      store_bytes(sums, shared.staging + 4 * piece.offset, piece.groups * 128 * 16);
+    else
+      reduce_bytes(sums, shared.staging + 4 * piece.offset, piece.groups * 128 * 16);
     store_wait();
     barrier_arrive(shared.sent(warpgroup));
+    if (is_first && !DETERMINISTIC) {
+      store_wait_written();
+      semaphore_add(semaphore(number));
+    }
   });
   if (DETERMINISTIC && before >= 0) {
     store_wait_written();
@@ -272,8 +289,8 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   // This warpgroup's share of grad_query, from the dS in `stage`.
   const auto issue_grad_query = [&](float (&columns)[PIECE_COLUMNS / 2], int stage) {
     wgmma_fence();
-    grad_query_product(
-        columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0), key_columns);
+    grad_query_product(columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0),
+                       key_columns);
     wgmma_commit();
   };
   // Hands a share of grad_query to the storing warp.
@@ -513,9 +530,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     if (threadIdx.x == 0) {
       uint32_t loaded = 0;
       if (PERSISTENT)
-        give_work(params, shared, [&](const Work& work) {
-          load_queries(query_map, grad_out_map, work, params, shared, loaded);
-        });
+        give_work(params, shared,
+                  [&](const Work& work) { load_queries(query_map, grad_out_map, work, params, shared, loaded); });
       else
         produce(query_map, key_map, value_map, grad_out_map, work_at(number, params), params, shared);
     }

@@ -14,7 +14,7 @@ struct BackwardParams {
   void* grad_query;        // [batch, num_heads, seqlen_q, head_dim], last stride 1
   float* statistics;       // [batch * num_heads * q_tiles, 2, BLOCK_M]: logsumexp in base 2, -delta
   float* sums;             // [batch * num_heads * q_tiles, BLOCK_M * HEAD_DIM], in the order of `Piece`
-  int* semaphores;         // deterministic only: [batch * num_heads * q_tiles, CONSUMERS]
+  int* semaphores;         // where there is an order: [batch * num_heads * q_tiles, CONSUMERS], who has added so far
   int* counters;           // deterministic only: blocks begun, blocks done; both zero between launches
   int64_t out_stride_batch, out_stride_head, out_stride_row;  // elements
   int64_t grad_out_stride_batch, grad_out_stride_head, grad_out_stride_row;
@@ -25,6 +25,8 @@ struct BackwardParams {
 };
 
 constexpr int CONSUMERS = BLOCK_N / 64;
+// Whether blocks wait for one another: those waited for have lower numbers, which must have begun.
+constexpr bool IN_ORDER = DETERMINISTIC || FIRST_STORES;
 constexpr int PREPARE_THREADS = 256;
 
 // A consumer does a query tile in parts, which bounds its registers.
@@ -88,10 +90,10 @@ __device__ __forceinline__ Work work_at(int index, const BackwardParams& params)
 // Which number a block has: its own, or the next that nobody has taken, so that all lower ones have begun. Thread 0
 // takes it into shared memory; after a barrier, all ask for it.
 __device__ __forceinline__ void take_ticket(uint32_t ticket, const BackwardParams& params) {
-  if (DETERMINISTIC) write_word(ticket, atomicAdd(params.counters, 1));
+  if (IN_ORDER) write_word(ticket, atomicAdd(params.counters, 1));
 }
 __device__ __forceinline__ int block_number(uint32_t ticket, const BackwardParams& params) {
-  if (!DETERMINISTIC) return blockIdx.x;
+  if (!IN_ORDER) return blockIdx.x;
   // The last block to get here leaves the counters as it found them: all have taken their numbers.
   if (threadIdx.x == 0 && atomicAdd(params.counters + 1, 1) == gridDim.x - 1) {
     params.counters[0] = 0;
@@ -296,11 +298,13 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
       statistics[BLOCK_M + row] = -delta;
     }
   }
-  float4* sums = (float4*)(params.sums + number * (BLOCK_M * HEAD_DIM));
+  if (!FIRST_STORES) {
+    float4* sums = (float4*)(params.sums + number * (BLOCK_M * HEAD_DIM));
 #pragma unroll
-  for (int i = threadIdx.x; i < BLOCK_M * HEAD_DIM / 4; i += PREPARE_THREADS)
-    sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  if (DETERMINISTIC && threadIdx.x < CONSUMERS) params.semaphores[number * CONSUMERS + threadIdx.x] = 0;
+    for (int i = threadIdx.x; i < BLOCK_M * HEAD_DIM / 4; i += PREPARE_THREADS)
+      sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  if (IN_ORDER && threadIdx.x < CONSUMERS) params.semaphores[number * CONSUMERS + threadIdx.x] = 0;
 }
 
 // One block for each query tile of each head; threads hold what they held in the main kernel.

@@ -48,9 +48,8 @@ class BackwardParams(ctypes.Structure):
         ("grad_query", ctypes.c_void_p),
         ("statistics", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
-        ("semaphores", ctypes.c_void_p),  # deterministic only
-        # Two int32 of the deterministic and of the persistent kernel, zero between launches, of nobody else's while
-        # this one runs.
+        ("semaphores", ctypes.c_void_p),  # where blocks wait for one another
+        # Two int32 of such kernels and of persistent ones, zero between launches, of nobody else's while this one runs.
         ("counters", ctypes.c_void_p),
         ("out_stride_batch", ctypes.c_int64),  # in elements, as all strides
         ("out_stride_head", ctypes.c_int64),
@@ -104,6 +103,7 @@ class Specialisation(NamedTuple):
             "TURNS": int(tile.turns),
             "DELTA_FIRST": int(tile.delta_first),
             "PERSISTENT": int(tile.persistent),
+            "FIRST_STORES": int(tile.first_stores),
             "IS_CAUSAL": int(self.is_causal),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),
@@ -126,6 +126,11 @@ class Specialisation(NamedTuple):
     def is_wide(self) -> bool:
         """Whether the sums of the keys' and values' gradients need a warpgroup each."""
         return max(self.head_dim, self.head_dim_v) > 128
+
+    @property
+    def in_order(self) -> bool:
+        """Whether blocks wait for one another."""
+        return self.deterministic or self.tile.first_stores
 
     @property
     def num_threads(self) -> int:
@@ -268,7 +273,7 @@ class Plan:
         self._statistics_in_gradient = grad_query is not None and 4 * statistics <= _dense_bytes(grad_query)
         self._sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 4)
         self._semaphores_at = self._sums_at + all_q_tiles * tile.block_m * spec.head_dim
-        self._workspace_floats = self._semaphores_at + (all_q_tiles * tile.num_warpgroups if deterministic else 0)
+        self._workspace_floats = self._semaphores_at + (all_q_tiles * tile.num_warpgroups if spec.in_order else 0)
         try:
             binary = spec.compile()
             self._functions = [
@@ -346,7 +351,7 @@ class Plan:
         params.sums = start + 4 * self._sums_at
         params.semaphores = start + 4 * self._semaphores_at
         stream = driver.current_stream(index)
-        if self.specialisation.deterministic or self.specialisation.tile.persistent:
+        if self.specialisation.in_order or self.specialisation.tile.persistent:
             params.counters = driver.counters(index, stream)
         count = 2 if grad_query is None else 3
         launches = zip(ENTRIES, self._functions, frame.configs, (frame.single, frame.main, frame.single), strict=True)

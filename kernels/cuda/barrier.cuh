@@ -79,8 +79,8 @@ __device__ __forceinline__ void semaphore_add(int* semaphore) {
   asm volatile("fence.proxy.async;" ::: "memory");
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
 }
-// Adds one to `done`, unless it is null, and waits until `next` has reached `count`: less time than one after the other,
-// since the look at `next` and this thread's bulk reductions are in flight together, and one fence serves both.
+// Adds one to `done`, unless it is null, and waits until `next` has reached `count`: less time than one after the
+// other, since the look at `next` and this thread's bulk reductions are in flight together, and one fence serves both.
 __device__ __forceinline__ void semaphore_hand_on(int* done, const int* next, int count) {
   int found;
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(found) : "l"(next) : "memory");

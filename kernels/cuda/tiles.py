@@ -81,7 +81,8 @@ class BackwardTile:
 
     Of the kernel for head_dim up to 128 alone: keys_in_registers: the keys and values of the block are kept there.
     turns: warpgroups take turns at the exponentials. delta_first: dP's accumulators begin with -delta. persistent: a
-    block for each multiprocessor, which does one tile of keys after the other.
+    block for each multiprocessor, which does one tile of keys after the other. first_stores: the query's gradient needs
+    no zeros before, since the block of a head's first keys stores its share, for which the others wait.
     """
 
     block_m: int
@@ -94,6 +95,7 @@ class BackwardTile:
     turns: bool = False
     delta_first: bool = False
     persistent: bool = False
+    first_stores: bool = False
 
     @property
     def num_warpgroups(self) -> int:
