@@ -12,9 +12,10 @@ from hooked import sample
 from test_cuda_launch import OnDevice
 from test_nvrtc import FakeDriver, install_fake_driver
 
-from torch_flashbackend import driver, nvrtc, ops
+from torch_flashbackend import driver, nvrtc, ops, precompile
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import backward, forward, tiles
+from torch_flashbackend.problem import Problem
 
 MEMORY = 1 << 30
 
@@ -134,6 +135,26 @@ def test_a_persistent_grid_has_no_more_blocks_than_work(cuda, head_dim):
 def test_a_narrow_head_dim_beside_wide_values_is_padded(cuda):
     run(tensors(head_dim=24, head_dim_v=128))
     assert (cuda.compiled[-1].defines["HEAD_DIM"], params_of(cuda, 1)[1].head_dim) == (80, 24)
+
+
+@pytest.mark.parametrize("seqlen_q", [300, 9000])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_warm_up_compiles_what_a_call_runs(cuda, monkeypatch, seqlen_q, deterministic):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    problem = Problem.from_shapes(
+        (2, 4, seqlen_q, 72), dtype=torch.bfloat16, kv_heads=2, seqlen_k=500, is_causal=True, training=True,
+        gpu="NVIDIA H200",
+    )  # fmt: skip
+    *_, specialisation = precompile._specialisations(problem)
+    run(tensors(seqlen_q=seqlen_q), deterministic=deterministic)
+    assert cuda.compiled[-1].defines == specialisation.defines
+
+
+@pytest.mark.parametrize(("is_causal", "deterministic", "heads"), [(True, False, 1), (False, True, 1), (True, True, 4)])
+def test_causal_blocks_that_wait_for_one_another_are_of_many_heads(cuda, is_causal, deterministic, heads):
+    """The gradients of a head of this length fill L2 for themselves."""
+    run(tensors(heads=4, kv_heads=4, seqlen_q=1 << 17, seqlen_k=1 << 17), is_causal, deterministic=deterministic)
+    assert params_of(cuda, 1)[1].heads_per_group == heads
 
 
 def test_no_gradient_of_the_query_no_last_kernel(cuda):
