@@ -14,8 +14,8 @@ struct BackwardParams {
   void* grad_query;        // [batch, num_heads, seqlen_q, head_dim], last stride 1
   float* statistics;       // [batch * num_heads * q_tiles, 2, BLOCK_M]: logsumexp in base 2, -delta
   float* sums;             // [batch * num_heads * q_tiles, BLOCK_M * HEAD_DIM], in the order of `Piece`
-  int* semaphores;         // where there is an order: [batch * num_heads * q_tiles, CONSUMERS], who has added so far
-  int* counters;           // deterministic only: blocks begun, blocks done; both zero between launches
+  int* semaphores;         // IN_ORDER: [batch * num_heads * q_tiles, CONSUMERS], who has added so far
+  int* counters;           // IN_ORDER or PERSISTENT: tiles of keys begun, blocks done; both zero between launches
   int64_t out_stride_batch, out_stride_head, out_stride_row;  // elements
   int64_t grad_out_stride_batch, grad_out_stride_head, grad_out_stride_row;
   int64_t grad_query_stride_batch, grad_query_stride_head, grad_query_stride_row;

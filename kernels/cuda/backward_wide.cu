@@ -18,6 +18,7 @@
 #include "backward.cuh"
 
 static_assert(BLOCK_M == 64 && STEP_M == 64 && BLOCK_N == 64 && CONSUMERS == 1 && SPLIT_ROWS && !KEYS_IN_REGISTERS);
+static_assert(!FIRST_STORES);
 // The gradients' warpgroup asks for the next grad_out tile, which is loaded after the next query tile, before it is
 // done with this query tile.
 static_assert(Q_STAGES > 1);
