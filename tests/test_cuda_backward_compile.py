@@ -1,7 +1,7 @@
 """The CUDA backward kernels, compiled for sm_90a: spills, serialised products, the pool of registers, shared memory.
 
-Each head dimension gets one of the combinations of mask, dtype and mode, in turn, and every tile that is chosen for it;
- FLASHBACKEND_ALL_SPECIALISATIONS=1 compiles all.
+Each head dimension gets one of the combinations of mask and dtype in each mode, in turn, and all tiles that are chosen
+for it; FLASHBACKEND_ALL_SPECIALISATIONS=1 compiles all.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SHORT, LONG = 256, 1 << 20  # queries of a key head
 
 
 def specialisations():
-    options = list(itertools.product((True, False), repeat=3))  # causal, bfloat16 or float16, deterministic
+    kinds = list(itertools.product((True, False), repeat=2))  # causal, bfloat16 or float16
     found = []
-    for number, dims in enumerate(HEAD_DIMS):
-        for is_causal, is_bf16, deterministic in options if ALL else [options[number * 3 % 8]]:
+    for (number, dims), deterministic in itertools.product(enumerate(HEAD_DIMS), (False, True)):
+        for is_causal, is_bf16 in kinds if ALL else [kinds[(number + deterministic) % 4]]:
             dtype = torch.bfloat16 if is_bf16 else torch.float16
             for query_rows in (SHORT, LONG):
                 found.append(backward.specialise(*dims, dtype, is_causal, deterministic, query_rows))
