@@ -279,7 +279,25 @@ def _varlen(rows: list[dict[str, Any]]) -> list[str]:
             )
         body.append([row["label"], *cells])
     head = ["packed sequences, TFLOP/s", "forward", "PyTorch's (ratio)", "backward", "PyTorch's (ratio)"]
-    return ["`attention_varlen` and PyTorch's default for nested tensors, GPU time.", _table(head, body)]
+    lines = ["`attention_varlen` and PyTorch's default for nested tensors, GPU time.", _table(head, body)]
+    return [*lines, *_nested(rows)]
+
+
+def _nested(rows: list[dict[str, Any]]) -> list[str]:
+    """The same call by its public name, CPU and GPU together."""
+    body = []
+    for row in rows:
+        cells = []
+        for name in ("forward", "training"):
+            times = row.get("nested_us", {}).get(name, {})
+            if "triton" in times and "default" in times:
+                ours, default = times["triton"], times["default"]
+                cells += [f"{ours:,.0f}", f"{default:,.0f} ({default / ours:.2f})"]
+        if cells:
+            body.append([row["label"], *cells])
+    head = ["nested tensors, µs", "forward", "PyTorch's (ratio)", "forward and backward", "PyTorch's (ratio)"]
+    words = "`F.scaled_dot_product_attention` on nested tensors, wall clock, with and without the plugin."
+    return [words, _table(head, body)] if body else []
 
 
 def _overhead(rows: list[dict[str, Any]]) -> list[str]:

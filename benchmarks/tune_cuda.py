@@ -1,10 +1,10 @@
 """Check and measure candidate tiles of the Hopper backward on this GPU, for ``kernels/cuda/tiles.py``.
 
-    python -m benchmarks.tune_cuda --out benchmarks/results/tune_cuda.json [--only 128] [--budget 60]
+    python -m benchmarks.tune_cuda --out benchmarks/results/tune_cuda.json [--only 128] [--lengths 2048] [--budget 60]
 
 First every candidate is compiled, in parallel; then checked against float64 in a process of its own, where one that
-hangs or faults costs that process alone; then those that passed are timed beside cuDNN, PyTorch's flash kernel and the
-Triton kernels, in turn, on random data, medians. Rates count five products, a causal mask halves them. For the best
+hangs or faults costs that process alone; then those that passed are timed beside cuDNN (or --peers), in turn, on
+random data, medians. Rates count five products, a causal mask halves them. "*": what the table names. For the best
 candidate of each problem the three kernels are timed one by one as well.
 """
 
@@ -36,25 +36,32 @@ from torch_flashbackend.kernels.cuda.tiles import BackwardTile
 
 TOKENS, WIDTH = 16384, 2048
 # batch, query heads, key heads, seqlen_q, seqlen_k of what is checked.
-CHECKED = ((1, 1, 1, 128, 128), (2, 4, 2, 333, 400), (1, 2, 1, 513, 190), (1, 8, 8, 1024, 1024))
+# The last one has more tiles of keys than multiprocessors.
+CHECKED = ((1, 1, 1, 128, 128), (2, 4, 2, 333, 400), (1, 2, 1, 513, 190), (1, 8, 8, 1024, 1024), (2, 64, 32, 333, 500))
 # Errors of bfloat16 gradients relative to their largest element are 0.002 to 0.008.
 LARGEST_ERROR = 0.02
-SECONDS_PER_CHECK = 20.0
+SECONDS_PER_CHECK = 15.0
+MOST_HANGS = 3  # no more are checked after so many
 
 
-def candidates(head_dim: int) -> list[BackwardTile]:
-    """What is tried, the table's first."""
-    first = tiles.choose_backward(head_dim, head_dim, False)
+def candidates(head_dim: int, deterministic: bool) -> list[BackwardTile]:
+    """What is tried, the table's first: for long calls, then for short ones, then their neighbours."""
+    chosen = [tiles.choose_backward(head_dim, head_dim, True, rows, deterministic) for rows in (1 << 20, 1)]
+    change = dataclasses.replace
     if head_dim > 128:
-        return [first, dataclasses.replace(first, ds_stages=1)]
-    return [first, dataclasses.replace(first, ds_stages=1, q_stages=3, do_stages=3)]
+        return [chosen[0]] if deterministic else [chosen[0], change(chosen[0], ds_stages=1)]
+    forms = chosen[:1] if deterministic else [chosen[0], change(chosen[1], persistent=True)]
+    neighbours = [change(tile, first_stores=not tile.first_stores) for tile in forms]
+    if not deterministic:
+        neighbours += [change(forms[0], delta_first=not forms[0].delta_first), change(forms[1], turns=True)]
+    return list(dict.fromkeys([*forms, *neighbours]))
 
 
 def name_of(tile: BackwardTile) -> str:
     """Short: 128/64x128 q2 do2 ds2 keys_in_registers."""
     stages = f"q{tile.q_stages} do{tile.do_stages} ds{tile.ds_stages}"
-    registers = " keys_in_registers" if tile.keys_in_registers else ""
-    return f"{tile.block_m}/{tile.step_m}x{tile.block_n} {stages}{registers}"
+    flags = [field.name for field in dataclasses.fields(tile) if getattr(tile, field.name) is True]
+    return " ".join([f"{tile.block_m}/{tile.step_m}x{tile.block_n} {stages}", *flags])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Candidate:
         """What is wrong with it, if anything."""
         try:
             spec = backward.specialise(
-                self.head_dim, self.head_dim, torch.bfloat16, self.is_causal, self.deterministic
+                self.head_dim, self.head_dim, torch.bfloat16, self.is_causal, self.deterministic, 1
             )._replace(tile=self.tile)
             if spec.shared_bytes > 227 << 10:
                 return f"{spec.shared_bytes} bytes of shared memory"
@@ -153,7 +160,10 @@ def check_here(numbers: list[int], listed: list[Candidate]) -> None:
 def check_apart(numbers: list[int], options: argparse.Namespace) -> dict[int, dict[str, Any]]:
     """Checks the candidates of these numbers in child processes, a new one after each that ended its own."""
     found: dict[int, dict[str, Any]] = {}
+    hangs = 0
     while missing := [number for number in numbers if number not in found]:
+        if hangs == MOST_HANGS:
+            return found | {number: {"right": False, "failed": "not checked: too many hang"} for number in missing}
         command = [sys.executable, "-m", "benchmarks.tune_cuda", "--out", options.out, "--only", options.only]
         command += ["--check", ",".join(map(str, missing))]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=False)
@@ -177,6 +187,7 @@ def check_apart(numbers: list[int], options: argparse.Namespace) -> dict[int, di
                 break
         else:
             said = "no answer within the time: it hangs"
+            hangs += 1
         child.kill()
         child.wait()
         left = [number for number in missing if number not in found]
@@ -216,16 +227,22 @@ def kernel_times(run: Callable[[], None], rounds: int = 9) -> dict[str, float]:
     return {entry: statistics.median(found) for entry, found in times.items()}
 
 
-def contenders(tensors: list[torch.Tensor], arguments: tuple[Any, ...], is_causal: bool) -> dict[str, Run]:
+def contenders(
+    tensors: list[torch.Tensor], arguments: tuple[Any, ...], is_causal: bool, names: list[str]
+) -> dict[str, Run]:
     """The peers' backwards."""
     leaves = [t.detach().requires_grad_() for t in tensors[:3]]
     runs = {}
     for name, kernel in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+        if name not in names:
+            continue
         with sdpa_kernel(kernel):
             out = scaled_dot_product_attention(*leaves, is_causal=is_causal)
         runs[name] = Run(functools.partial(torch.autograd.grad, out, leaves, tensors[3], retain_graph=True))
     query, key, value, out, lse, grad_out, *_ = arguments
     scale, wanted = query.size(3) ** -0.5, (True, True, True, False)
+    if "triton" not in names:
+        return runs
     runs["triton"] = Run(
         lambda: ops._gradients_cuda(
             grad_out, query, key, value, None, out, lse, None, 0.0, is_causal, scale, wanted, "triton"
@@ -234,13 +251,36 @@ def contenders(tensors: list[torch.Tensor], arguments: tuple[Any, ...], is_causa
     return runs
 
 
-def time_problem(head_dim: int, is_causal: bool, seqlen: int, right: list[Candidate], meter: Meter) -> dict[str, Any]:
+def differences(launchers: dict[str, Callable[[], None]], grads: tuple[torch.Tensor, ...]) -> dict[str, list[float]]:
+    """By candidate: the largest differences of its gradients from the first one's, relative to their largest element.
+
+    At full size, where all multiprocessors are busy, and after several calls in a row.
+    """
+    found: dict[str, list[float]] = {}
+    first: list[torch.Tensor] = []
+    for name, run in launchers.items():
+        for grad in grads:
+            grad.fill_(torch.nan)
+        for _ in range(3):
+            run()
+        if not first:
+            first = [grad.clone() for grad in grads]
+        found[name] = [
+            ((grad - before).abs().max() / before.abs().max()).item() for grad, before in zip(grads, first, strict=True)
+        ]
+    return found
+
+
+def time_problem(
+    head_dim: int, is_causal: bool, seqlen: int, right: list[Candidate], meter: Meter, peers: list[str]
+) -> dict[str, Any]:
     """Rates in TFLOP/s by contender and candidate."""
     heads, batch = max(1, WIDTH // head_dim), max(1, TOKENS // seqlen)
     tensors = make(batch, heads, heads, seqlen, seqlen, head_dim)
     arguments = with_forward(tensors, is_causal)
     launchers = {candidate.name: launcher(candidate, arguments) for candidate in right}
-    runs = contenders(tensors, arguments, is_causal)
+    differ = differences(launchers, arguments[6:])
+    runs = contenders(tensors, arguments, is_causal, peers)
     for run in runs.values():
         run.call()
     runs |= {name: Run(run) for name, run in launchers.items()}
@@ -250,14 +290,23 @@ def time_problem(head_dim: int, is_causal: bool, seqlen: int, right: list[Candid
     best = max(launchers, key=lambda name: rates[name])
     parts = kernel_times(launchers[best])
     row = {"problem": f"D={head_dim} S={seqlen} {'causal' if is_causal else 'full'}", "tflops": rates, "best": best}
+    named = [
+        Candidate(head_dim, is_causal, mode, tiles.choose_backward(head_dim, head_dim, is_causal, seqlen, mode)).name
+        for mode in (False, True)
+    ]
+    row["named"] = named
+    if all(name in rates for name in named):
+        row["deterministic_time"] = rates[named[0]] / rates[named[1]]
+    row["differences"] = differ
     return {**row, "best_kernels_us": {entry: 1e3 * ms for entry, ms in parts.items()}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--only", default="128,64,256", help="head dimensions")
-    parser.add_argument("--lengths", default="4096,512,16384,1024")
+    parser.add_argument("--only", default="128,64", help="head dimensions")
+    parser.add_argument("--lengths", default="2048,512,1024,4096,16384")
+    parser.add_argument("--peers", default="cudnn", help="which are timed beside: cudnn, flash, triton")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no further problem is begun")
     parser.add_argument("--compile-only", action="store_true", help="needs no GPU")
@@ -266,17 +315,10 @@ def main() -> None:
     began = time.monotonic()
     head_dims = [int(text) for text in options.only.split(",")]
     listed = [
-        Candidate(head_dim, is_causal, False, tile)
+        Candidate(head_dim, is_causal, deterministic, tile)
         for head_dim in head_dims
-        for tile in candidates(head_dim)
-        for is_causal in (False, True)
-    ]
-    # Deterministic: one tile each, the one that the table names.
-    listed += [
-        Candidate(
-            head_dim, is_causal, True, backward.specialise(*(head_dim,) * 2, torch.bfloat16, is_causal, True).tile
-        )
-        for head_dim in head_dims
+        for deterministic in (False, True)
+        for tile in candidates(head_dim, deterministic)
         for is_causal in (False, True)
     ]
     if options.check:
@@ -314,11 +356,13 @@ def main() -> None:
                 if time.monotonic() - began > options.budget:
                     not_measured.append(f"D={head_dim} S={seqlen} causal={is_causal}")
                     continue
-                row = time_problem(head_dim, is_causal, seqlen, those, meter)
+                row = time_problem(head_dim, is_causal, seqlen, those, meter, options.peers.split(","))
                 ranked = sorted(row["tflops"].items(), key=lambda item: -item[1])
                 print(f"{row['problem']}:", flush=True)
                 for name, rate in ranked:
-                    print(f"  {rate:6.1f} {name}", flush=True)
+                    differ = " ".join(f"{x:.0e}" for x in row["differences"].get(name, []))
+                    print(f"{'*' if name in row['named'] else ' '} {rate:6.1f} {name} [{differ}]", flush=True)
+                print(f"  deterministic / default time: {row.get('deterministic_time', float('nan')):.2f}")
                 kernels = ", ".join(f"{entry} {us:.0f} us" for entry, us in row["best_kernels_us"].items())
                 print(f"  best: {kernels}", flush=True)
                 results.add(row)

@@ -1,4 +1,4 @@
-"""Measure how masked calls are best computed on this GPU: with lists of tiles or without, tile sizes, loops.
+"""Measure how masked calls are best computed on this GPU: with lists of tiles or without, which tile sizes.
 
     python -m benchmarks.tune_masks --out benchmarks/results/nvidia_h200_tune_mask_tiles.json     # 150 s on an H200
     TRITON_INTERPRET=1 python -m benchmarks.tune_masks --device cpu --out /tmp/tune.json          # checks the script
@@ -28,55 +28,47 @@ from torch_flashbackend.kernels.triton.tiles import Tile
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to compute one kernel: its tile (None: the table's) and the switches of ``attention.py``."""
+    """A way to compute one kernel: its tile (None: the table's) and whether it goes by lists."""
 
     tile: tuple[int, int, int, int] | None = None
     listed: bool = True
-    mapped: bool = True
-    one_loop: bool = False
 
     @property
     def name(self) -> str:
         parts = ["table" if self.tile is None else "x".join(map(str, self.tile))]
         parts += [] if self.listed else ["no lists"]
-        parts += [] if self.mapped else ["pointers"]
-        parts += ["one loop"] if self.one_loop else []
         return " ".join(parts)
 
     @contextlib.contextmanager
     def active(self, kernel: str):
         """``attention`` plans this variant of one kernel; the others go by the table."""
-        before = kernels.choose, kernels.worth_listing, kernels.MAP_MASKS, kernels.ONE_LOOP
+        before = kernels.choose, kernels.worth_listing
         chosen = None if self.tile is None else Tile(*self.tile)
 
         def choose(name, *rest):
             return chosen if chosen is not None and name == kernel else tiles.choose(name, *rest)
 
         kernels.choose, kernels.worth_listing = choose, lambda *_: self.listed
-        kernels.MAP_MASKS, kernels.ONE_LOOP = self.mapped, self.one_loop
         kernels._plans.clear()
         try:
             yield
         finally:
-            kernels.choose, kernels.worth_listing, kernels.MAP_MASKS, kernels.ONE_LOOP = before
+            kernels.choose, kernels.worth_listing = before
             kernels._plans.clear()
 
 
 FORWARD = [
-    Variant(), Variant(listed=False), Variant(mapped=False), Variant((64, 128, 4, 1)), Variant((64, 64, 4, 3)),
-    Variant((128, 128, 8, 2)),
+    Variant(), Variant(listed=False), Variant((64, 128, 4, 1)), Variant((64, 64, 4, 3)), Variant((128, 128, 8, 2)),
 ]  # fmt: skip
-QUERY = [Variant(), Variant(listed=False), Variant(mapped=False), Variant((64, 64, 4, 2))]
+QUERY = [Variant(), Variant(listed=False), Variant((64, 64, 4, 2))]
 KEY_VALUE = [
-    Variant(), Variant(one_loop=True), Variant(listed=False), Variant(mapped=False), Variant((32, 64, 4, 3)),
-    Variant((32, 64, 4, 3), one_loop=True), Variant((32, 64, 4, 2)), Variant((64, 128, 8, 2)),
+    Variant(), Variant(listed=False), Variant((32, 64, 4, 3)), Variant((32, 64, 4, 2)), Variant((64, 128, 8, 2)),
 ]  # fmt: skip
 MASK = [
-    Variant(), Variant((64, 64, 4, 1)), Variant((64, 64, 4, 2)), Variant((128, 64, 8, 1)), Variant((64, 128, 4, 1)),
-    Variant(mapped=False),
+    Variant(), Variant((128, 64, 8, 2)), Variant((64, 64, 4, 2)), Variant((128, 64, 8, 1)), Variant((64, 128, 4, 1)),
 ]  # fmt: skip
 PLAIN = [Variant(), Variant(listed=False)]
-SOME_KEY_VALUE = [KEY_VALUE[0], KEY_VALUE[1], KEY_VALUE[4]]
+SOME_KEY_VALUE = [KEY_VALUE[0], KEY_VALUE[2]]
 
 
 def plan_of_work() -> list[tuple[cases.Case, str, list[Variant]]]:

@@ -6,7 +6,9 @@
 
 Contenders: "triton", F.scaled_dot_product_attention on nested tensors of jagged layout with the plugin on; "default",
 the same with it off; "varlen", torch_flashbackend.attention_varlen on the packed tensors, without the nested tensors'
-own work; and at equal lengths "dense", our dense Triton kernel on the same numbers. TFLOP/s count each sequence's own
+own work; and at equal lengths "dense", our dense Triton kernel on the same numbers. "nested_us" is the wall clock of
+F.scaled_dot_product_attention alone, from nested tensors to nested tensors, with the plugin ("triton") and without
+("default"): the longer of what the CPU and what the GPU needs, as users see it. TFLOP/s count each sequence's own
 square (half when causal; a window by its keys), so padding is nobody's work. See harness.py for how numbers come about.
 """
 
@@ -95,9 +97,13 @@ def random_lengths(count: int, longest: int, total: int, seed: int) -> tuple[int
 HALVES = (8192, 4096, 2048, 1024, 512, 256, 128, 128)
 
 
+# 16,384 tokens as well, the longest sequence six times the shortest.
+SIXTHS = (6144, 4096, 3072, 2048, 1024)
+
+
 def cases() -> list[VarlenCase]:
     """Mixed lengths first: what packed sequences are for."""
-    found = [VarlenCase("mixed", HALVES, causal=causal) for causal in (True, False)]
+    found = [VarlenCase("mixed", lengths, causal=causal) for lengths in (HALVES, SIXTHS) for causal in (True, False)]
     for head_dim in (64, 128):
         found.append(VarlenCase("mixed", random_lengths(99, 4096, 16384, 1), 2048 // head_dim, 2048 // head_dim,
                                 head_dim))  # fmt: skip
@@ -141,13 +147,18 @@ def make_inputs(case: VarlenCase, device: torch.device, training: bool) -> Input
     return Inputs(*tensors, random(case.heads, False), offsets)
 
 
-def nested_call(case: VarlenCase, inputs: Inputs) -> Callable[[], Tensor]:
-    """F.scaled_dot_product_attention on nested tensors made beforehand; the packed output."""
+def nested_tensors(case: VarlenCase, inputs: Inputs) -> list[Tensor]:
+    """query, key and value as nested tensors [B, H, S of each, D] of jagged layout."""
     if case.window >= 0 or case.heads != case.kv_heads:
         raise RuntimeError("scaled_dot_product_attention on nested tensors knows no windows and no grouped heads")
     bounds = {"min_seqlen": min(case.lengths), "max_seqlen": max(case.lengths)}
-    nested = [torch.nested.nested_tensor_from_jagged(t, inputs.offsets, **bounds).transpose(1, 2)
-              for t in inputs.leaves]  # fmt: skip
+    return [torch.nested.nested_tensor_from_jagged(t, inputs.offsets, **bounds).transpose(1, 2)
+            for t in inputs.leaves]  # fmt: skip
+
+
+def nested_call(case: VarlenCase, inputs: Inputs) -> Callable[[], Tensor]:
+    """F.scaled_dot_product_attention on nested tensors made beforehand; the packed output."""
+    nested = nested_tensors(case, inputs)
     return lambda: F.scaled_dot_product_attention(*nested, is_causal=case.causal).transpose(1, 2).values()
 
 
@@ -193,6 +204,45 @@ def prepare(name: str, case: VarlenCase, device: torch.device) -> Prepared:
     )
 
 
+def prepare_nested(name: str, case: VarlenCase, device: torch.device) -> Prepared:
+    """F.scaled_dot_product_attention and no more: nested tensors in and out, those that go in leaves of the graph."""
+    context = contenders.stock() if name == "default" else contenders.plugin_on("triton")
+    plain = nested_tensors(case, make_inputs(case, device, False))
+    leaves = [tensor.detach().requires_grad_() for tensor in plain]
+
+    def attention(tensors: list[Tensor]) -> Tensor:
+        return F.scaled_dot_product_attention(*tensors, is_causal=case.causal)
+
+    with context():
+        out = attention(leaves)
+        grad_out = torch.randn_like(out.detach())
+        torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+    return Prepared(
+        Run(lambda: attention(plain), context),
+        Run(lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True), context),
+        Run(lambda: torch.autograd.grad(attention(leaves), leaves, grad_out), context),
+    )
+
+
+def measure_nested(
+    case: VarlenCase, meter: Meter, names: list[str], refused: dict[str, str]
+) -> dict[str, dict[str, float]]:
+    """{pass: {contender: microseconds}} of the call alone. Adds to `refused` what raises."""
+    prepared: dict[str, Prepared] = {}
+    for name in names:
+        try:
+            prepared[name] = prepare_nested(name, case, meter.device)
+        except RuntimeError as error:
+            if "CUDA error" in str(error):
+                raise
+            refused[f"{name}, nested leaves"] = f"{type(error).__name__}: {str(error)[:200]}"
+    found = {}
+    for name in ("forward", "backward", "training"):
+        times = meter.eager_times({key: getattr(one, name) for key, one in prepared.items()}) if prepared else {}
+        found[name] = {key: significant(t) for key, t in times.items()}
+    return found
+
+
 def measure_case(case: VarlenCase, meter: Meter, clocks: ClockLog) -> dict[str, Any]:
     """A row of the results file, in the form that measure.py's rows have."""
     start = time.monotonic()
@@ -229,6 +279,9 @@ def measure_case(case: VarlenCase, meter: Meter, clocks: ClockLog) -> dict[str, 
         runs = {key: getattr(one, name) for key, one in prepared.items() if key in EAGER}
         row["eager_us"][name] = {key: significant(t) for key, t in meter.eager_times(runs).items()} if runs else {}
         row["memory_bytes"][name] = {key: meter.peak_memory(run) for key, run in runs.items()}
+    row["nested_us"] = measure_nested(
+        case, meter, [name for name in ("triton", "default") if name in prepared], refused
+    )
     others = [name for name in prepared if name != "default"]
     row["our_kernels"] = {name: contenders.kernels_launched(prepared[name].training) for name in others}
     if "default" in prepared:

@@ -206,6 +206,8 @@ def test_scripts_run_at_tiny_sizes_on_a_cpu(tmp_path, capsys, main, kind, argume
         for row in data["rows"]:
             assert {"varlen"} <= set(row["ms"]["backward"]) and row["policy_case"] == "packed"
             assert all(difference < 1e-4 for difference in row.get("difference", {}).values())
+            default = {"default"} & set(row["ms"]["forward"])  # the plugin takes nothing on a CPU
+            assert all(set(row["nested_us"][name]) == default for name in ("forward", "backward", "training"))
         assert {"varlen", "default", "dense"} in [set(row["ms"]["forward"]) for row in data["rows"]]
 
 
@@ -241,6 +243,14 @@ def test_packed_sequences_are_judged_by_gpu_time():
     assert make_policy.ratio(row, "training", "triton") == 2.0
     del row["ms"]["backward"]["default"]
     assert make_policy.ratio(row, "training", "triton") is None
+
+
+def test_nested_tensors_have_a_table_where_they_were_measured():
+    case = varlen.cases()[0]
+    row = {"label": case.label, "case": case.to_json(), "tflops": {"forward": {"varlen": 400.0, "default": 200.0}}}
+    assert len(report._varlen([row])) == 2
+    row["nested_us"] = {name: {"triton": 500.0, "default": 2000.0} for name in ("forward", "backward", "training")}
+    assert "| 500 | 2,000 (4.00) | 500 | 2,000 (4.00) |" in report._varlen([row])[-1]
 
 
 def measured(case: cases.Case, ours: float, default: float | None, rates=None) -> dict:

@@ -1,7 +1,7 @@
 """The CUDA backward kernels, compiled for sm_90a: spills, serialised products, the pool of registers, shared memory.
 
-Each head dimension gets one of the combinations of mask, dtype and mode, in turn;
-FLASHBACKEND_ALL_SPECIALISATIONS=1 compiles all.
+Each head dimension gets one of the combinations of mask and dtype in each mode, in turn, and all tiles that are chosen
+for it; FLASHBACKEND_ALL_SPECIALISATIONS=1 compiles all.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import subprocess
 
 import pytest
+import torch
 from test_cuda_kernels_compile import ALL, SHARED_MEMORY, disassembler, problems
 
 from torch_flashbackend import nvrtc
@@ -18,23 +19,28 @@ from torch_flashbackend.kernels.cuda import backward, tiles
 
 pytestmark = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"no compiler: {nvrtc.unavailable()}")
 
-HEAD_DIMS = [*((size, size) for size in range(16, 257, 16)), (192, 128), (64, 128), (240, 16)]
+HEAD_DIMS = [*((size, size) for size in range(16, 257, 16)), (192, 128), (64, 128), (128, 64), (240, 16)]
+SHORT, LONG = 256, 1 << 20  # queries of a key head
 
 
 def specialisations():
-    options = list(itertools.product((True, False), repeat=3))  # causal, bfloat16 or float16, deterministic
-    for number, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
-        for is_causal, is_bf16, deterministic in options if ALL else [options[number * 3 % 8]]:
-            tile = tiles.choose_backward(head_dim, head_dim_v, is_causal)
-            yield backward.Specialisation(head_dim, head_dim_v, is_causal, is_bf16, deterministic, tile)
+    kinds = list(itertools.product((True, False), repeat=2))  # causal, bfloat16 or float16
+    found = []
+    for (number, dims), deterministic in itertools.product(enumerate(HEAD_DIMS), (False, True)):
+        for is_causal, is_bf16 in kinds if ALL else [kinds[(number + deterministic) % 4]]:
+            dtype = torch.bfloat16 if is_bf16 else torch.float16
+            for query_rows in (SHORT, LONG):
+                found.append(backward.specialise(*dims, dtype, is_causal, deterministic, query_rows))
+    return list(dict.fromkeys(found))
 
 
 def name_of(spec):
     kind = ("causal" if spec.is_causal else "full", "bf16" if spec.is_bf16 else "f16")
-    return "-".join([f"{spec.head_dim}-{spec.head_dim_v}", *kind, *["deterministic"] * spec.deterministic])
+    flags = ["deterministic"] * spec.deterministic + ["persistent"] * spec.tile.persistent
+    return "-".join([f"{spec.head_dim}-{spec.head_dim_v}", *kind, *flags])
 
 
-@pytest.mark.parametrize("spec", list(specialisations()), ids=name_of)
+@pytest.mark.parametrize("spec", specialisations(), ids=name_of)
 def test_specialisation_has_no_spills_and_no_serialised_products(spec, tmp_path):
     binary = nvrtc.compile(spec.source)
     assert problems(binary.log) == []
@@ -56,4 +62,18 @@ def test_specialisation_has_no_spills_and_no_serialised_products(spec, tmp_path)
 
 
 def test_the_sample_has_every_combination_of_options():
-    assert len({(s.is_causal, s.is_bf16, s.deterministic) for s in specialisations()}) == 8
+    chosen = specialisations()
+    assert len({(s.is_causal, s.is_bf16, s.deterministic) for s in chosen}) == 8
+    assert {s.tile for s in chosen} == {
+        tiles.choose_backward(*dims, is_causal, query_rows, deterministic)
+        for dims in HEAD_DIMS
+        for is_causal, query_rows, deterministic in itertools.product((False, True), (SHORT, LONG), (False, True))
+    }
+
+
+@pytest.mark.parametrize("head_dim", [(8, 128), (64, 72), (56, 64)])
+def test_head_dimensions_that_are_padded(head_dim):
+    """Both warpgroups need columns of the query's gradient, or rows where the tile has 128."""
+    spec = backward.specialise(*head_dim, torch.float16, False, False, LONG)
+    assert spec.tile.block_m == 128 or spec.head_dim > 64
+    assert spec.head_dim >= head_dim[0] and spec.head_dim_v >= head_dim[1]

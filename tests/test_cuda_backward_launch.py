@@ -12,9 +12,10 @@ from hooked import sample
 from test_cuda_launch import OnDevice
 from test_nvrtc import FakeDriver, install_fake_driver
 
-from torch_flashbackend import driver, nvrtc, ops
+from torch_flashbackend import driver, nvrtc, ops, precompile
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import backward, forward, tiles
+from torch_flashbackend.problem import Problem
 
 MEMORY = 1 << 30
 
@@ -86,39 +87,74 @@ def params_of(cuda, launch):
 
 
 @pytest.mark.parametrize("head_dim", [72, 256])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_parameters_of_the_launches(cuda, head_dim, deterministic):
-    listed = tensors(head_dim=head_dim)
+@pytest.mark.parametrize(("seqlen_q", "deterministic"), [(300, False), (300, True), (9000, False)])
+def test_parameters_of_the_launches(cuda, head_dim, seqlen_q, deterministic):
+    listed = tensors(head_dim=head_dim, seqlen_q=seqlen_q)
     query, key, value, out, lse, grad_out, grad_query, grad_key, grad_value = listed
     run(listed, deterministic=deterministic)
     padded = 80 if head_dim == 72 else 256
-    tile = tiles.choose_backward(padded, padded, True)
-    q_tiles, k_tiles = math.ceil(300 / tile.block_m), math.ceil(500 / tile.block_n)
+    # Two query heads share a key head. Short calls: a block for each of the 10 multiprocessors.
+    tile = tiles.choose_backward(padded, padded, True, 2 * seqlen_q, deterministic)
+    assert tile.persistent == (head_dim == 72 and seqlen_q == 300 and not deterministic)
+    q_tiles, k_tiles = math.ceil(seqlen_q / tile.block_m), math.ceil(500 / tile.block_n)
     threads = 512 if head_dim > 128 else 128 * (tile.block_n // 64 + 1)
     grids, blocks = [launch[0] for launch in cuda.launches], [launch[1] for launch in cuda.launches]
-    assert grids == [[q_tiles * 8, 1, 1], [k_tiles * 4, 1, 1], [q_tiles * 8, 1, 1]]
+    assert grids == [[q_tiles * 8, 1, 1], [10 if tile.persistent else k_tiles * 4, 1, 1], [q_tiles * 8, 1, 1]]
     assert blocks == [[256, 1, 1], [threads, 1, 1], [128 * tile.block_n // 64, 1, 1]]
     addresses, params = params_of(cuda, 1)
     walked = (query, key, value, grad_out, grad_key, grad_value)
     assert addresses == [tensor.data_ptr() for tensor in walked]
     assert (params.out, params.grad_out) == (out.data_ptr(), grad_out.data_ptr())
     assert (params.logsumexp, params.grad_query) == (lse.data_ptr(), grad_query.data_ptr())
-    assert (params.logsumexp_pitch, params.q_tiles, params.k_tiles) == (300, q_tiles, k_tiles)
+    assert (params.logsumexp_pitch, params.q_tiles, params.k_tiles) == (seqlen_q, q_tiles, k_tiles)
     assert (params.head_dim, params.head_dim_v, params.num_kv_heads) == (head_dim, head_dim, 2)
     assert params.softmax_scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
+    in_order = deterministic or tile.first_stores
     # The statistics wait where the gradient will be; sums and semaphores are the workspace.
     sums = 8 * q_tiles * tile.block_m * padded
     assert params.statistics == grad_query.data_ptr()
     assert params.sums == MEMORY
     assert params.semaphores == params.sums + 4 * sums
-    assert cuda.workspace == sums + (8 * q_tiles * tile.num_warpgroups if deterministic else 0)
-    assert params.counters == (4096 if deterministic else None)
+    assert cuda.workspace == sums + (8 * q_tiles * tile.num_warpgroups if in_order else 0)
+    assert params.counters == (4096 if in_order or tile.persistent else None)
     defines = cuda.compiled[-1].defines
     assert (defines["HEAD_DIM"], defines["DETERMINISTIC"]) == (padded, deterministic)
     # The other kernels have the same parameters as their only argument.
     for launch in (0, 2):
         (address,) = (ctypes.c_void_p * 1).from_address(cuda.launches[launch][3])
         assert ctypes.string_at(address, 8) == out.data_ptr().to_bytes(8, "little")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_persistent_grid_has_no_more_blocks_than_work(cuda, head_dim):
+    run(tensors(batch=1, heads=3, kv_heads=3, seqlen_q=100, seqlen_k=100, head_dim=head_dim))
+    assert cuda.compiled[-1].defines["PERSISTENT"]
+    assert cuda.launches[1][0] == [3, 1, 1]
+
+
+def test_a_narrow_head_dim_beside_wide_values_is_padded(cuda):
+    run(tensors(head_dim=24, head_dim_v=128))
+    assert (cuda.compiled[-1].defines["HEAD_DIM"], params_of(cuda, 1)[1].head_dim) == (80, 24)
+
+
+@pytest.mark.parametrize("seqlen_q", [300, 9000])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_warm_up_compiles_what_a_call_runs(cuda, monkeypatch, seqlen_q, deterministic):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    problem = Problem.from_shapes(
+        (2, 4, seqlen_q, 72), dtype=torch.bfloat16, kv_heads=2, seqlen_k=500, is_causal=True, training=True,
+        gpu="NVIDIA H200",
+    )  # fmt: skip
+    *_, specialisation = precompile._specialisations(problem)
+    run(tensors(seqlen_q=seqlen_q), deterministic=deterministic)
+    assert cuda.compiled[-1].defines == specialisation.defines
+
+
+@pytest.mark.parametrize(("is_causal", "deterministic", "heads"), [(True, False, 1), (False, True, 1), (True, True, 4)])
+def test_causal_blocks_that_wait_for_one_another_are_of_many_heads(cuda, is_causal, deterministic, heads):
+    """The gradients of a head of this length fill L2 for themselves."""
+    run(tensors(heads=4, kv_heads=4, seqlen_q=1 << 17, seqlen_k=1 << 17), is_causal, deterministic=deterministic)
+    assert params_of(cuda, 1)[1].heads_per_group == heads
 
 
 def test_no_gradient_of_the_query_no_last_kernel(cuda):
@@ -138,7 +174,7 @@ def test_statistics_that_the_gradient_of_the_query_has_no_room_for(cuda, why):
         listed[6] = OnDevice(torch.empty(2, 4, 300, 80, dtype=torch.bfloat16, device="meta")[..., :64], 7 << 20)
     run(listed)
     params = params_of(cuda, 1)[1]
-    tile = tiles.choose_backward(64, 64, True)
+    tile = tiles.choose_backward(64, 64, True, 2, False)
     assert params.statistics == MEMORY
     assert params.sums == MEMORY + 4 * 8 * params.q_tiles * 2 * tile.block_m
 

@@ -211,10 +211,9 @@ def test_attention_by_lists_compiles(name, kernel, mask):
 
 
 @pytest.mark.usefixtures("_listed")
-@pytest.mark.parametrize("kind", ["no mask", "lists", "lists, one loop"])
-def test_sums_over_long_sequences_compile(monkeypatch, kind):
+@pytest.mark.parametrize("kind", ["no mask", "lists"])
+def test_sums_over_long_sequences_compile(kind):
     """The gradients of key and value in parts, by lists of queries and without."""
-    monkeypatch.setattr(attention, "ONE_LOOP", kind == "lists, one loop")
     query = torch.empty(1, 1, 2**18 + 128, 128, dtype=torch.bfloat16)
     mask = None if kind == "no mask" else torch.empty(1, 1, query.size(2), 128, dtype=torch.bool)
     name = "attention_backward_key_value"

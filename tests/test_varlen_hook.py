@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from varlen_cases import VarlenCall, gradient_for_varlen, judge_varlen, varlen_call
 
+from torch_flashbackend import nested as nested_tensors
 from torch_flashbackend import policy, routing
 from torch_flashbackend.explain import explain
 from torch_flashbackend.packed import Call, describe
@@ -104,7 +105,11 @@ def nested(tensor: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def nested_hooks(monkeypatch, backend: SDPBackend):
-    """The hooks with autograd's own kernels around them; nested tensors choose their backend as on a GPU."""
+    """The hooks with autograd's own kernels around them; nested tensors choose their backend as on a GPU.
+
+    They come by PyTorch's own Python, as where nested.py does not take them (test_nested.py).
+    """
+    monkeypatch.setattr(nested_tensors.NestedHook, "register", lambda self: None)
     monkeypatch.setattr(nested_sdpa, "_select_sdp_backend", lambda *_: backend)
     with hooked_backwards():
         yield

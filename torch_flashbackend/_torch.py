@@ -6,10 +6,11 @@ May import torch only. Imported by problem, stock, routing, verify and the hooks
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -268,8 +269,8 @@ is_wrapper = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 `lambda tensor: False`, and ring attention then runs stock's kernels."""
 
 
-def jagged(tensor: Tensor) -> tuple[Tensor, Tensor, int] | None:
-    """(values [total, H, D], offsets [B + 1], longest) of a nested tensor [B, H, S of each, D] of jagged layout.
+def jagged(tensor: Tensor) -> tuple[Tensor, Tensor, int, int] | None:
+    """(rows [total, H, D], offsets [B + 1], shortest, longest) of a nested tensor [B, H, S of each, D], jagged layout.
 
     None for any other tensor. If the names go: `explain` does not see into nested tensors.
     """
@@ -277,7 +278,140 @@ def jagged(tensor: Tensor) -> tuple[Tensor, Tensor, int] | None:
         return None
     if getattr(tensor, "_ragged_idx", None) != 2 or tensor.lengths() is not None:
         return None
-    return tensor.transpose(1, 2).values(), tensor.offsets(), tensor._get_max_seqlen()
+    return tensor.transpose(1, 2).values(), tensor.offsets(), *jagged_extremes(tensor)
+
+
+def jagged_extremes(tensor: Any) -> tuple[int, int]:
+    """The shortest and the longest length. Kept by the nested tensor once known; until then this waits for the GPU."""
+    return tensor._get_min_seqlen(), tensor._get_max_seqlen()
+
+
+# What nested.py needs. If one of these names goes, `nested_sdpa` is None or `jagged_known` False, and nested tensors
+# are PyTorch's to unwrap, as they were without that file: slowly, and the kernel hook sees what they end in.
+
+NESTED_OPS = "torch.nested._internal.ops"
+"""The module that has the rules of nested tensors of jagged layout. Imported by the first of them."""
+_NESTED_SDPA = "jagged_scaled_dot_product_attention"
+
+no_torch_function = torch._C.DisableTorchFunctionSubclass
+"""Context manager: attributes of tensor subclasses are read without their __torch_function__, 10 µs each otherwise."""
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def nested_sdpa() -> Callable[..., Tensor] | None:
+    """What F.scaled_dot_product_attention comes to for nested tensors of jagged layout."""
+    return getattr(sys.modules.get(NESTED_OPS), _NESTED_SDPA, None)
+
+
+def set_nested_sdpa(function: Callable[..., Tensor]) -> None:
+    """Put another in its place."""
+    setattr(sys.modules[NESTED_OPS], _NESTED_SDPA, function)
+
+
+@functools.cache
+def jagged_class() -> type | None:
+    """The type of nested tensors of jagged layout."""
+    try:
+        return importlib.import_module("torch.nested._internal.nested_tensor").NestedTensor
+    except (ImportError, AttributeError):
+        return None
+
+
+def jagged_rows(tensor: Any) -> tuple[Tensor, Tensor] | None:
+    """(rows [total, H, D], offsets [B + 1]) of a nested tensor [B, H, S of each, D], not through the dispatcher: 2 µs.
+
+    None for any other tensor. rows is outside of autograd's graph, and does not share the tensor's version counter.
+    """
+    kind: Any = jagged_class()
+    if type(tensor) is not kind or tensor._ragged_idx != 2 or tensor._lengths is not None:
+        return None
+    values = tensor._values
+    if type(values) not in _PLAIN_TYPES or values.dim() != 3:
+        return None
+    return (values.detach() if values.requires_grad else values).transpose(0, 1), tensor._offsets
+
+
+def jagged_rows_with_version(tensor: Any) -> Tensor:
+    """The rows [total, H, D] once more, now with the nested tensor's version counter, and without a reference to it.
+
+    Through the dispatcher, 50 µs. autograd notices by them that the nested tensor was changed in place.
+    """
+    return torch._nested_get_values(tensor).detach().transpose(0, 1)  # type: ignore[attr-defined]
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Do torch.autograd.graph.saved_tensors_hooks see what is saved for a backward in this thread? 0.2 µs.
+
+    If the name goes: True, and changes in place to a nested tensor between forward and backward are not noticed.
+    """
+    try:
+        return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    except AttributeError:
+        return True
+
+
+class JaggedStructure(NamedTuple):
+    """All that nested tensors [B, H, S of each, D] with the same sequences have in common, and none of their data."""
+
+    offsets: Tensor
+    attributes: dict[str, Any]
+    marks: dict[str, Any]
+
+
+def jagged_structure(tensor: Any) -> JaggedStructure:
+    """Of a tensor that `jagged_rows` takes."""
+    attributes, marks = _how_jagged_are_made()
+    own, inner = tensor.__dict__, tensor._values.__dict__
+    return JaggedStructure(
+        tensor._offsets, {name: own[name] for name in attributes if name in own},
+        {name: inner[name] for name in marks if name in inner},
+    )  # fmt: skip
+
+
+def jagged_tensor(rows: Tensor, structure: JaggedStructure) -> Tensor:
+    """rows [total, H, D] as a nested tensor of this structure, outside of autograd's graph.
+
+    The constructor's `__new__` without its `__init__`, which takes 0.3 ms in torch 2.11, most of it marking sizes as
+    dynamic for torch.compile: what `__init__` has set before is the same here.
+    """
+    kind: Any = jagged_class()
+    values = rows.transpose(0, 1)
+    tensor = kind.__new__(kind, values, structure.offsets, _ragged_idx=2)
+    for target, attributes in ((tensor.__dict__, structure.attributes), (values.__dict__, structure.marks)):
+        for name, value in attributes.items():
+            target[name] = set(value) if type(value) is set else value
+    tensor._values = values
+    return tensor
+
+
+@functools.cache
+def jagged_known() -> bool:
+    """Are nested tensors made as `jagged_tensor` makes them?"""
+    try:
+        return bool(_how_jagged_are_made())
+    except Exception:  # whatever another version raises there
+        return False
+
+
+@functools.cache
+def _how_jagged_are_made() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of what `__init__` sets on a nested tensor beside its values, and of what it sets on these."""
+    kind: Any = jagged_class()
+    offsets = torch.zeros(2, dtype=torch.int64, device="cpu")
+    kept = {name: torch.zeros(1, 0, device="cpu") for name in ("min_seqlen", "max_seqlen")}
+
+    def values() -> Tensor:
+        return torch.zeros(1, 1, 1, device="cpu")
+
+    made = kind(values(), offsets, _ragged_idx=2, _metadata_cache=kept)
+    bare = kind.__new__(kind, values(), offsets, _ragged_idx=2)
+    for name in ("_values", "_offsets", "_lengths", "_ragged_idx", "_get_min_seqlen", "_get_max_seqlen"):
+        getattr(made, name)
+    if made._metadata_cache is not kept:
+        raise AttributeError("nested tensors do not share what they know about their lengths")
+    attributes = [name for name in made.__dict__ if name not in bare.__dict__ and name != "_values"]
+    return tuple(attributes), tuple(made._values.__dict__)
 
 
 class _ThreadMark(threading.local):

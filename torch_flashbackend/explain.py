@@ -1,7 +1,7 @@
 """explain(): which kernel a call runs on and, for each one that it does not, the one condition that failed.
 
-May import torch, packed.py, problem.py, routing.py and, when asked, override.py and selection.py for what is switched
-on. Imported by the package's `__init__` and by the command line.
+May import torch, nested.py, packed.py, problem.py, routing.py and, when asked, override.py and selection.py for what is
+switched on. Imported by the package's `__init__` and by the command line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _torch, packed, routing
+from . import _torch, nested, packed, routing
 from .problem import Problem
 from .routing import Decision
 
@@ -87,9 +87,9 @@ def explain(
     """Explain F.scaled_dot_product_attention(query, key, value, ...) as it would run here and now. Computes nothing.
 
     Arguments are those of the call: query [..., H, Sq, D], key [..., Hkv, Sk, D], value [..., Hkv, Sk, Dv], attn_mask
-    bool or float; or nested tensors of jagged layout, whose calls the kernel hook sees as packed sequences. The call
-    may be invalid: the table then says what is wrong with it. Under autocast, give the tensors
-    in the dtype that autocast would cast them to.
+    bool or float; or nested tensors of jagged layout, whose calls are calls on packed sequences. The call may be
+    invalid: the table then says what is wrong with it. Under autocast, give the tensors in the dtype that autocast
+    would cast them to.
     """
     problem = _packed_problem(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if problem is None:
@@ -101,16 +101,18 @@ def _packed_problem(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None,
 ) -> Problem | None:  # fmt: skip
-    """The Problem of nested tensors of jagged layout as the kernel hook sees it; None for other calls."""
+    """The Problem of nested tensors of jagged layout as nested.py sees it; None for other calls."""
     parts = [_torch.jagged(tensor) for tensor in (query, key, value)]
     if attn_mask is not None or dropout_p or any(part is None for part in parts):
         return None
-    (query, offsets_q, max_q), (key, offsets_k, max_k), (value, _, _) = parts  # type: ignore[misc]
+    (query, offsets_q, min_q, max_q), (key, offsets_k, min_k, max_k), (value, *_) = parts  # type: ignore[misc]
+    if min_q == 0 or min_k == 0 or query.size(1) != key.size(1):
+        return None  # stock's fused kernels do not see such calls, so ours do not either
     right = 0 if is_causal else -1
     call = packed.Call(query, key, value, offsets_q, offsets_k, max_q, max_k, -1, right, scale)
     training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     stock_backend = "flash" if packed.flash_fits(call) else "efficient"
-    return packed.describe(call, "nested", stock_backend, training)
+    return packed.describe(call, nested.ENTRY, stock_backend, training)
 
 
 def explain_problem(problem: Problem, *, here: bool = True) -> Explanation:

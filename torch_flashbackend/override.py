@@ -1,8 +1,8 @@
 """enable() and disable(): the call hook on F.scaled_dot_product_attention, and everything that goes with switching it.
 
-May import `_torch.py`, decisions.py, kernel_hook.py and integrations/ at the top; routing, ops and the kernels are
-imported by the first call that gets that far. Imported by the package's `__init__` and by autoload.py, possibly while
-torch itself is still being imported.
+May import `_torch.py`, decisions.py, kernel_hook.py, nested.py and integrations/ at the top; routing, ops and the
+kernels are imported by the first call that gets that far. Imported by the package's `__init__` and by autoload.py,
+possibly while torch itself is still being imported.
 
 A call's way: F.scaled_dot_product_attention -> dispatcher (autocast has run) -> `hook` below, at the key
 AutogradCUDA -> a Decision from the cache, or from routing -> ops.run, or stock as if nothing were there.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _torch, decisions, kernel_hook
+from . import _torch, decisions, kernel_hook, nested
 from .integrations import transformers
 
 __all__ = ["activate", "disable", "enable", "is_enabled"]
@@ -98,15 +98,22 @@ class _Handle:
 class _Installation:
     """All that one `enable` has put in place."""
 
-    def __init__(self, library: torch.library.Library, kernels: kernel_hook.KernelHook, ops: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        library: torch.library.Library,
+        kernels: kernel_hook.KernelHook,
+        nested_tensors: nested.NestedHook,
+        ops: tuple[str, ...],
+    ) -> None:
         self.library = library
         self.kernels = kernels
+        self.nested_tensors = nested_tensors
         self.ops = ops
         self.cache_tag = _CacheTag()
 
 
 def _install(call_key: str, kernel_key: str | None) -> None:
-    """Register both hooks at these dispatch keys (tests use AutogradCPU and CPU); all of it, or nothing."""
+    """Register the hooks at these dispatch keys (tests use AutogradCPU and CPU); all of it, or nothing."""
     global _installed
     if _installed is not None:
         return
@@ -114,14 +121,17 @@ def _install(call_key: str, kernel_key: str | None) -> None:
     stock = _torch.kernel_handle(OP, call_key)
     library = torch.library.Library("aten", "IMPL")
     kernels = kernel_hook.KernelHook(kernel_key)
+    nested_tensors = nested.NestedHook(kernel_key)
     try:
         kernels.register(_refuse_if_taken)
         hook = make_call_hook(call_key, stock, kernels.kernels)
         library.impl(OP, hook, call_key)
-        installation = _Installation(library, kernels, (OP, *kernels.ops))
+        nested_tensors.register()
+        installation = _Installation(library, kernels, nested_tensors, (OP, *kernels.ops))
         _forget_compiled(installation.ops)
         installation.cache_tag.set()
     except BaseException:
+        nested_tensors.unregister()
         kernels.unregister()
         _torch.destroy_library(library)
         raise
@@ -138,6 +148,7 @@ def _uninstall() -> None:
     try:
         _torch.destroy_library(installation.library)
     finally:
+        installation.nested_tensors.unregister()
         installation.kernels.unregister()
         installation.cache_tag.restore()
         transformers.forget()

@@ -1,12 +1,12 @@
 """The kernel hook's answers for packed sequences, sliding windows and causal masks aligned at the bottom right.
 
 May import `_torch.py`, decisions.py and reference.py at the top, and problem, routing and varlen.py when the first call
-arrives. Imported by kernel_hook.py, and by explain.py for `describe`.
+arrives. Imported by kernel_hook.py, by nested.py and by explain.py.
 
-What ends here: F.scaled_dot_product_attention on nested tensors of jagged layout, torch.nn.attention.varlen, and
-torch.nn.attention.bias.causal_lower_right. PyTorch's flash operators align a causal mask at the bottom right; the
-efficient ones are told which corner. The logsumexp of packed flash is [H, total_q], as ours; that of packed efficient
-is [sequences, H, longest, padded to 32].
+What ends here: torch.nn.attention.varlen, torch.nn.attention.bias.causal_lower_right, and
+F.scaled_dot_product_attention on nested tensors of jagged layout where nested.py has not taken it. PyTorch's flash
+operators align a causal mask at the bottom right; the efficient ones are told which corner. The logsumexp of packed
+flash is [H, total_q], as ours; that of packed efficient is [sequences, H, longest, padded to 32].
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from . import _torch, decisions, reference
 
 __all__ = [
-    "Call", "describe", "efficient_backward", "efficient_forward", "flash_backward", "flash_fits", "flash_forward",
-    "of_equal_lengths",
+    "Call", "describe", "efficient_backward", "efficient_forward", "entry_for", "fits", "flash_backward", "flash_fits",
+    "flash_forward", "of_equal_lengths",
 ]  # fmt: skip
 
 # The efficient kernel pads each row of its logsumexp to this many entries.
@@ -86,12 +86,12 @@ def describe(call: Call, entry: str, stock_backend: str, training: bool) -> Any:
     )
 
 
-def _taken(call: Call, op: str, stock_backend: str, backward: bool) -> bool:
-    """Do our kernels take the call? Calls whose sizes differ by less than a factor of two share an answer."""
+def entry_for(call: Call, op: str, stock_backend: str, training: bool) -> decisions.Entry:
+    """The decision on a call, which is `taken` by our kernels or not, and counted.
+
+    Calls whose sizes differ by less than a factor of two share an answer.
+    """
     query, key, value = call.query, call.key, call.value
-    training = backward or (
-        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    )
     alignment = (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
     sizes = (call.sequences, call.max_q, call.max_k, query.size(0), key.size(0))
     keep_as = (
@@ -109,10 +109,19 @@ def _taken(call: Call, op: str, stock_backend: str, backward: bool) -> bool:
         entry = decisions.keep(decisions.Entry(decision, not training, None), keep_as)
         entry.taken = decision.backend == "triton"
     entry.decision.calls += 1
-    return entry.taken
+    return entry
 
 
-def _fits(call: Call) -> bool:
+def _taken(call: Call, op: str, stock_backend: str, backward: bool) -> bool:
+    """Do our kernels take a call of the kernel hook's?"""
+    query, key, value = call.query, call.key, call.value
+    training = backward or (
+        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    )
+    return entry_for(call, op, stock_backend, training).taken
+
+
+def fits(call: Call) -> bool:
     """Shapes that stock's kernels accept; others it rejects in its own words."""
     query, key, value = call.query, call.key, call.value
     return (
@@ -130,7 +139,7 @@ def flash_fits(call: Call) -> bool:
     """What the flash kernels accept."""
     head_dim = call.query.size(2)
     return (
-        _fits(call)
+        fits(call)
         and head_dim == call.value.size(2)
         and head_dim % 8 == 0
         and head_dim <= 256
@@ -182,7 +191,7 @@ def _backward(call: Call, grad_out: Tensor, out: Tensor, logsumexp: Tensor) -> t
 
 def efficient_forward(op: str, call: Call | None, compute_log_sumexp: bool) -> tuple[Tensor, Tensor] | None:
     """(out [total_q, H, Dv], logsumexp [sequences, H, padded]) as stock's efficient kernel gives them."""
-    if call is None or not _fits(call) or call.query.size(1) != call.key.size(1):
+    if call is None or not fits(call) or call.query.size(1) != call.key.size(1):
         return None
     if not _taken(call, op, "efficient", False):
         return None
@@ -197,7 +206,7 @@ def efficient_backward(
     op: str, call: Call | None, grad_out: Tensor | None, out: Tensor | None, logsumexp: Tensor
 ) -> tuple[Tensor, ...] | None:
     """Gradients of query, key and value, each in the memory order of its input."""
-    if call is None or grad_out is None or out is None or not _fits(call) or call.query.size(1) != call.key.size(1):
+    if call is None or grad_out is None or out is None or not fits(call) or call.query.size(1) != call.key.size(1):
         return None
     if logsumexp.size(-1) < call.max_q or not _taken(call, op, "efficient", True):
         return None

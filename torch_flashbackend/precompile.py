@@ -160,8 +160,9 @@ def _specialisations(problem: Problem) -> Iterable[Any]:
     )  # fmt: skip
     if problem.requires_grad:
         deterministic = torch.are_deterministic_algorithms_enabled()
+        query_rows = problem.seqlen_q * (problem.num_heads // problem.num_kv_heads)
         yield backward.specialise(
-            problem.head_dim, problem.head_dim_v, problem.query_dtype, problem.is_causal, deterministic
+            problem.head_dim, problem.head_dim_v, problem.query_dtype, problem.is_causal, deterministic, query_rows
         )
 
 

@@ -130,7 +130,10 @@ def _rewritten(
 ) -> Tensor:
     if query.is_nested or key.is_nested or value.is_nested:
         # Nested tensors have rules of their own for this function and none for ours.
-        if "stock" not in backends.split(","):
+        names = backends.split(",")
+        if "stock" not in names:
             raise RuntimeError(f'{backends}: nested tensors are not supported; add "stock" to sdpa_backend(...)')
+        if "triton" not in names[: names.index("stock")] and not torch.compiler.is_compiling():
+            func = functools.partial(_torch.as_stock, func)
         return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backends)

@@ -10,7 +10,8 @@
 //     each consumer warpgroup, 64 keys:
 //       issue dP^T = value grad_out^T;  P^T = exp2(S^T) meanwhile;  issue grad_value += P^T grad_out
 //       dS^T meanwhile, into shared memory for the others;  issue grad_key += dS^T query
-//       once all have written dS:  issue its share of grad_query = dS key;  issue the next tile's S^T = key query'^T
+//       issue its share of grad_query = dS key of the tile before, whose dS all have written by now, so that the
+//       warpgroups need not be at the same place;  issue the next tile's S^T = key query'^T
 //       its share of grad_query into a staging buffer meanwhile
 //     storing warps:   add the staged grad_query to float32 sums in global memory, by bulk reduction
 //   flash_backward_finish: the sums, scaled and rounded, become grad_query
@@ -21,19 +22,42 @@
 // serves DETERMINISTIC: there, a block adds to a tile once those of all earlier keys have. Blocks then take their
 // numbers from a counter, so that the one waited for has always begun.
 //
-// Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of BLOCK_M rows, DS_STAGES of dS, all in boxes
-// of 64 columns (tma.cuh); BLOCK_M x HEAD_DIM float32 of staging, in the accumulators' own order.
+// TURNS: the warpgroups take turns at the exponentials, so that one computes them while the other's products run.
+// PERSISTENT: a block for each multiprocessor, which takes one tile of keys after the other from a counter. The next
+// tile's loads run beside the last steps and the epilogue, and gradients leave by a warp of their own meanwhile.
+//
+// FIRST_STORES: nobody writes zeros to the sums; the block of a head's first keys, which every query tile meets, stores
+// its share, and the others add to a tile once it has. They too take their numbers from a counter.
+//
+// Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of BLOCK_M rows, two of dS, all in boxes of 64
+// columns (tma.cuh); BLOCK_M x HEAD_DIM float32 of staging, in the accumulators' own order.
 // Registers: (HEAD_DIM + HEAD_DIM_V) / 2 for the sums; STEP_M / 2 each for S and dP, half of that for P and dS rounded;
 // (HEAD_DIM + HEAD_DIM_V) / 4 for keys and values where they are kept there.
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
-// tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES, KEYS_IN_REGISTERS, IS_CAUSAL, IS_BF16, DETERMINISTIC.
+// tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES (2), KEYS_IN_REGISTERS, TURNS, DELTA_FIRST, PERSISTENT, FIRST_STORES,
+// IS_CAUSAL, IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
+// Who takes tiles from a counter and stores pieces of unequal width has more to remember; the sums of fewer than 128
+// columns leave registers for it.
+constexpr bool MORE_FOR_PRODUCERS = PERSISTENT && HEAD_DIM % PIECE_COLUMNS != 0;
+constexpr int PRODUCER_REGISTERS = MORE_FOR_PRODUCERS ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = MORE_FOR_PRODUCERS ? 232 : 240;
 static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
+static_assert(CONSUMERS == 2, "registers, and who takes turns");
+static_assert(DS_STAGES == 2, "one is read while the other is written");
+
+// Where the gradients of keys and values leave from. PERSISTENT: not from the places of the keys and values, which the
+// next tile's come into meanwhile, but from those of dS and, if these are too small, of the staging buffer.
+constexpr bool GRADS_IN_DS = V_BYTES + K_BYTES <= DS_STAGES * DS_BYTES;
+constexpr int PIECES_BYTES = BLOCK_M * HEAD_DIM * 4;
+constexpr int STAGING_BYTES = PERSISTENT && !GRADS_IN_DS && PIECES_BYTES < K_BYTES ? K_BYTES : PIECES_BYTES;
+static_assert(!PERSISTENT || V_BYTES <= DS_STAGES * DS_BYTES);
+
+// Named barriers: of all consumers; and of the turns, one for each warpgroup.
+constexpr int ALL_CONSUMERS = 1, FIRST_TURN = 2;
 
 // Byte addresses in shared memory.
 struct Shared {
@@ -45,7 +69,7 @@ struct Shared {
         grad_out(query + Q_STAGES * Q_BYTES),
         grad_scores(grad_out + DO_STAGES * DO_BYTES),
         staging(grad_scores + DS_STAGES * DS_BYTES),
-        statistics(staging + BLOCK_M * HEAD_DIM * 4),
+        statistics(staging + STAGING_BYTES),
         ticket(statistics + Q_STAGES * STATISTICS_BYTES),
         barriers(ticket + 16) {}
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
@@ -57,27 +81,147 @@ struct Shared {
   __device__ uint32_t do_empty(int stage) const { return barrier(2 + 2 * Q_STAGES + DO_STAGES + stage); }
   __device__ uint32_t staged(int warpgroup) const { return barrier(2 + 2 * Q_STAGES + 2 * DO_STAGES + warpgroup); }
   __device__ uint32_t sent(int warpgroup) const { return staged(CONSUMERS + warpgroup); }
+  __device__ uint32_t ds_full(int stage) const { return staged(2 * CONSUMERS + stage); }
+  __device__ uint32_t ds_empty(int stage) const { return ds_full(DS_STAGES + stage); }
+  __device__ uint32_t kv_empty() const { return ds_full(2 * DS_STAGES); }
+  __device__ uint32_t grads_staged() const { return ds_full(2 * DS_STAGES + 1); }
+  __device__ uint32_t grads_sent() const { return ds_full(2 * DS_STAGES + 2); }
+  __device__ uint32_t work_full(int stage) const { return ds_full(2 * DS_STAGES + 3 + stage); }
+  __device__ uint32_t work_empty(int stage) const { return work_full(2 + stage); }
+  __device__ uint32_t grad_value() const { return PERSISTENT ? grad_scores : value; }
+  __device__ uint32_t grad_key() const { return !PERSISTENT ? key : GRADS_IN_DS ? grad_scores + V_BYTES : staging; }
 };
 
-// A storing warp, one for each consumer warpgroup: adds its pieces of grad_query to the sums.
+// PERSISTENT: who hears which tiles of keys the block is given: each consumer warp, the storing warps, and who
+// exchanges keys.
+constexpr int LISTENERS = 5 * CONSUMERS + 1;
+
+// The tiles of keys of a block, `number` or, PERSISTENT, those that its loading thread has been given. By whole warps
+// or single threads.
+template <class Visit>
+__device__ __forceinline__ void for_each_work(int number, const BackwardParams& params, const Shared& shared,
+                                              const Visit& visit) {
+  if constexpr (!PERSISTENT) {
+    visit(work_at(number, params));
+  } else {
+    const bool alone = threadIdx.x < 128;
+#pragma unroll 1
+    for (uint32_t given = 0;; ++given) {
+      const auto place = Ring<2>::at(given);
+      barrier_wait(shared.work_full(place.stage), place.phase);
+      number = read_word(shared.ticket + 4 * place.stage);
+      if (!alone) __syncwarp();
+      if (alone || threadIdx.x % 32 == 0) barrier_arrive(shared.work_empty(place.stage));
+      if (number < 0) return;
+      visit(work_at(alone ? number : uniform(number), params));
+    }
+  }
+}
+
+// The loading thread: takes the next tile that no block has, until there are none, and says so to all others. The last
+// block to see the end leaves the counters as it found them.
+template <class Visit>
+__device__ __forceinline__ void give_work(const BackwardParams& params, const Shared& shared, const Visit& visit) {
+#pragma unroll 1
+  for (uint32_t given = 0;; ++given) {
+    const auto place = Ring<2>::at(given);
+    int number = atomicAdd(params.counters, 1);
+    if (number >= params.batch * params.num_kv_heads * params.k_tiles) number = -1;
+    barrier_wait(shared.work_empty(place.stage), place.phase ^ 1);
+    write_word(shared.ticket + 4 * place.stage, number);
+    barrier_arrive(shared.work_full(place.stage));
+    if (number < 0) break;
+    visit(work_at(number, params));
+  }
+  if (atomicAdd(params.counters + 1, 1) == gridDim.x - 1) {
+    params.counters[0] = 0;
+    params.counters[1] = 0;
+  }
+}
+
+// The loading thread: query and grad_out tiles. `loaded`: how many of either it has loaded before.
+__device__ __forceinline__ void load_queries(const TensorMap& query_map, const TensorMap& grad_out_map,
+                                             const Work& work, const BackwardParams& params, const Shared& shared,
+                                             uint32_t& loaded) {
+  for_each_tile(work, params, [&](int head, int tile, int number) {
+    const auto q = Ring<Q_STAGES>::at(loaded);
+    barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
+    load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
+                                 head, work.batch);
+    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (2 * BLOCK_M),
+                                 shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
+    const auto d = Ring<DO_STAGES>::at(loaded);
+    barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
+    load_rows<BLOCK_M, HEAD_DIM_V>(grad_out_map, shared.grad_out + d.stage * DO_BYTES, shared.do_full(d.stage),
+                                   tile * BLOCK_M, head, work.batch);
+    ++loaded;
+  });
+}
+
+// The warp for keys and values: loads a tile of them as soon as the last one has been used, stores that one's
+// gradients then.
+__device__ __forceinline__ void exchange_keys(const TensorMap& key_map, const TensorMap& value_map,
+                                              const TensorMap& grad_key_map, const TensorMap& grad_value_map,
+                                              int number, const BackwardParams& params, const Shared& shared) {
+  uint32_t kv_phase = 1, grads_phase = 0;  // the places of keys and values are free at first
+  Work before;
+  before.k_tile = -1;
+  const auto store = [&] {
+    barrier_wait(shared.grads_staged(), grads_phase);
+    grads_phase ^= 1;
+    const int row = before.k_tile * BLOCK_N;
+    store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.grad_value(), row, before.kv_head, before.batch);
+    store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.grad_key(), row, before.kv_head, before.batch);
+    store_wait();
+    barrier_arrive(shared.grads_sent());
+  };
+  for_each_work(number, params, shared, [&](const Work& work) {
+    if (work.tiles(params) > 0) {
+      barrier_wait(shared.kv_empty(), kv_phase);
+      kv_phase ^= 1;
+      const int row = work.k_tile * BLOCK_N;
+      load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key, shared.k_full(), row, work.kv_head, work.batch);
+      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value, shared.v_full(), row, work.kv_head, work.batch);
+    }
+    if (before.k_tile >= 0) store();
+    before = work;
+  });
+  store();
+}
+
+// A storing warp, one for each consumer warpgroup: adds its pieces of grad_query to the sums. DETERMINISTIC: says of
+// each tile that it has, while it looks whether the next one's turn has come.
 __device__ __forceinline__ void store_pieces(const Work& work, const BackwardParams& params, const Shared& shared,
-                                             int warpgroup) {
+                                             int warpgroup, uint32_t& phase) {
   const Piece piece(warpgroup);
-  uint32_t phase = 0;
-  for_each_tile(work, params, [&](int, int, int64_t number) {
+  const bool is_first = FIRST_STORES && work.k_tile == 0;
+  const auto semaphore = [&](int number) { return params.semaphores + (int64_t)number * CONSUMERS + warpgroup; };
+  int before = -1;
+  for_each_tile(work, params, [&](int, int, int number) {
+    if (DETERMINISTIC) {
+      semaphore_hand_on(before < 0 ? nullptr : semaphore(before), semaphore(number), work.k_tile);
+      before = number;
+    } else if (FIRST_STORES && !is_first) {
+      semaphore_wait(semaphore(number), 1);
+    }
     barrier_wait(shared.staged(warpgroup), phase);
-    int* semaphore = params.semaphores + number * CONSUMERS + warpgroup;
-    if (DETERMINISTIC) semaphore_wait(semaphore, work.k_tile);
-    reduce_bytes(params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset, shared.staging + 4 * piece.offset,
-                 piece.groups * 128 * 16);
+    phase ^= 1;
+    float* sums = params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM) + piece.offset;
+    if (is_first)
+      store_bytes(sums, shared.staging + 4 * piece.offset, piece.groups * 128 * 16);
+    else
+      reduce_bytes(sums, shared.staging + 4 * piece.offset, piece.groups * 128 * 16);
     store_wait();
     barrier_arrive(shared.sent(warpgroup));
-    if (DETERMINISTIC) {
+    if (is_first && !DETERMINISTIC) {
       store_wait_written();
-      semaphore_add(semaphore);
+      semaphore_add(semaphore(number));
     }
-    phase ^= 1;
   });
+  if (DETERMINISTIC && before >= 0) {
+    store_wait_written();
+    semaphore_add(semaphore(before));
+  }
 }
 
 // piece[64, PIECE_COLUMNS] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, PIECE_COLUMNS]
@@ -89,9 +233,19 @@ __device__ __forceinline__ void grad_query_product(float (&piece)[PIECE_COLUMNS 
                                      moved(key, k * 16 * BOX_ROW_BYTES), k > 0);
 }
 
+// A consumer's progress.
+struct Progress {
+  Ring<Q_STAGES> q;
+  Ring<DO_STAGES> d;
+  Ring<DS_STAGES> s;
+  uint32_t sent_phase = 1;   // the staging buffer is free at first
+  uint32_t grads_phase = 1;  // and the places that gradients leave from
+  uint32_t kv_phase = 0;
+};
+
 __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const TensorMap& grad_value_map,
                                         const Work& work, const BackwardParams& params, const Shared& shared,
-                                        int warpgroup) {
+                                        int warpgroup, Progress& progress) {
   const float scale_log2 = params.softmax_scale_log2;
   const int lane = threadIdx.x % 32, quad_lane = lane % 4, group = params.num_heads / params.num_kv_heads;
   const int warp_row = 64 * warpgroup + threadIdx.x % 128 / 32 * 16;  // first of this warp's keys within the tile
@@ -102,28 +256,59 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   const int thread_key = work.k_tile * BLOCK_N + warp_row + lane / 4;  // and thread_key + 8
   const bool ends = first_key + 64 > params.seqlen_k;
 
-  Ring<Q_STAGES> q;
-  Ring<DO_STAGES> d;
-  Ring<DS_STAGES> s;
-  uint32_t sent_phase = 1;  // the staging buffer is free at first
+  Ring<Q_STAGES>& q = progress.q;
+  Ring<DO_STAGES>& d = progress.d;
+  Ring<DS_STAGES>& s = progress.s;
+  uint32_t& sent_phase = progress.sent_phase;
   float grad_key[HEAD_DIM / 2] = {}, grad_value[HEAD_DIM_V / 2] = {};
-  float scores[STEP_M / 2];
+  float scores[STEP_M / 2], grads[STEP_M / 2];
   LeftOperand<HEAD_DIM> key;
   LeftOperand<HEAD_DIM_V> value;
 
   const auto release = [&](uint32_t barrier) {
     if (lane == 0) barrier_arrive(barrier);
   };
-  const auto issue_scores = [&](int part) {
+  // S^T of a part of the query tile in `stage`.
+  const auto issue_scores = [&](int stage, int part) {
     wgmma_fence();
-    key.multiply(scores, descriptor(shared.query + q.stage * Q_BYTES + part * STEP_M * BOX_ROW_BYTES, 0));
+    key.multiply(scores, descriptor(shared.query + stage * Q_BYTES + part * STEP_M * BOX_ROW_BYTES, 0));
     wgmma_commit();
   };
-  // One query tile, whose first row is `first_row`. `more`: it is not the last one.
-  const auto step = [&](int first_row, auto more) {
-    constexpr bool MORE = decltype(more)::value;
+  // dP's accumulators begin with -delta, which spares an addition each.
+  const auto begin_grads = [&](int stage, int part) {
+    if (!DELTA_FIRST) return;
+    const uint32_t address =
+        shared.statistics + stage * STATISTICS_BYTES + (BLOCK_M + part * STEP_M) * 4 + quad_lane * 8;
+#pragma unroll
+    for (int i = 0; i < STEP_M / 2; i += 2) {
+      const float2 negative = read_pair(address + 8 * (i / 4 * 4));
+      grads[i] = negative.x;
+      grads[i + 1] = negative.y;
+    }
+  };
+  // This warpgroup's share of grad_query, from the dS in `stage`.
+  const auto issue_grad_query = [&](float (&columns)[PIECE_COLUMNS / 2], int stage) {
+    wgmma_fence();
+    grad_query_product(columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0),
+                       key_columns);
+    wgmma_commit();
+  };
+  // Hands a share of grad_query to the storing warp.
+  const auto stage_columns = [&](const float (&columns)[PIECE_COLUMNS / 2]) {
+    barrier_wait(shared.sent(warpgroup), sent_phase);
+    sent_phase ^= 1;
+    const uint32_t address = shared.staging + 4 * piece.offset + threadIdx.x % 128 * 16;
+#pragma unroll
+    for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
+      if (i < piece.groups) store_four(address + i * 128 * 16, columns + 4 * i);
+    store_fence();
+    __syncwarp();
+    release(shared.staged(warpgroup));
+  };
+  // One query tile, whose first row is `first_row`. `before`: it is not the first one. `more`: it is not the last one.
+  const auto step = [&](int first_row, auto before, auto more) {
+    constexpr bool BEFORE = decltype(before)::value, MORE = decltype(more)::value;
     const uint32_t grad_scores_tile = shared.grad_scores + s.stage * DS_BYTES;
-    float columns[PIECE_COLUMNS / 2];
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       const bool last_part = part == PARTS - 1;
@@ -132,13 +317,13 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       const uint32_t grad_out = shared.grad_out + d.stage * DO_BYTES + rows;
       const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + part * STEP_M * 4 + quad_lane * 8;
       if (part == 0) barrier_wait(shared.do_full(d.stage), d.phase);
-      float grads[STEP_M / 2];
       wgmma_fence();
-      value.multiply(grads, descriptor(grad_out, 0));
+      value.multiply(grads, descriptor(grad_out, 0), DELTA_FIRST);
       wgmma_commit();
 
       if (ends || (IS_CAUSAL && first_row + part * STEP_M < first_key + 63))
         mask_keys(scores, thread_key, first_row + part * STEP_M, params);
+      if (TURNS) named_sync(FIRST_TURN + warpgroup, 128 * CONSUMERS);
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
         const float2 logsumexp = read_pair(statistics + 8 * i);
@@ -149,6 +334,13 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       }
       uint32_t probabilities[STEP_M / 4];
       pack_all(probabilities, scores);
+      uint32_t all = 0;
+#pragma unroll
+      for (int i = 0; i < STEP_M / 4; ++i) all |= probabilities[i];
+      // Nobody waits for the turn that would follow the last one.
+      if (TURNS && (MORE || !last_part || warpgroup == 0))
+        named_arrive_after(FIRST_TURN + 1 - warpgroup, 128 * CONSUMERS, all);
+      wgmma_wait_after<0>(all);
       wgmma_wait<0>();
       wgmma_fence();
       accumulate_product<HEAD_DIM_V>(grad_value, probabilities, grad_out);
@@ -156,89 +348,132 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
 
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
-        const float2 negative = read_pair(statistics + BLOCK_M * 4 + 8 * i);
-        grads[i] += negative.x;
-        grads[i + 1] += negative.y;
-        grads[i + 2] += negative.x;
-        grads[i + 3] += negative.y;
+        if (!DELTA_FIRST) {
+          const float2 negative = read_pair(statistics + BLOCK_M * 4 + 8 * i);
+          grads[i] += negative.x;
+          grads[i + 1] += negative.y;
+          grads[i + 2] += negative.x;
+          grads[i + 3] += negative.y;
+        }
 #pragma unroll
         for (int j = i; j < i + 4; ++j) grads[j] *= scores[j];
       }
       uint32_t grad_scores[STEP_M / 4];
       pack_all(grad_scores, grads);
-      // With two buffers, who writes one has passed the barrier below after all have read it: a step ago.
-      if (DS_STAGES == 1 && part == 0) named_sync(2, 128 * CONSUMERS);
+      if (part == 0) {
+        barrier_wait(shared.ds_empty(s.stage), s.phase ^ 1);
+        if (PERSISTENT && !BEFORE) barrier_wait(shared.grads_sent(), progress.grads_phase);
+      }
       write_grad_scores(grad_scores_tile + rows, grad_scores, warp_row);
-      if (last_part) store_fence();
+      if (last_part) {
+        store_fence();
+        __syncwarp();
+        release(shared.ds_full(s.stage));
+      } else {
+        begin_grads(q.stage, part + 1);
+      }
       wgmma_fence();
       accumulate_product<HEAD_DIM>(grad_key, grad_scores, query);
       wgmma_commit();
       if (!last_part) {
-        issue_scores(part + 1);
+        issue_scores(q.stage, part + 1);
         wgmma_wait<0>();
       }
     }
-    named_sync(1, 128 * CONSUMERS);
-    wgmma_fence();
-    grad_query_product(columns, descriptor(grad_scores_tile + piece.first_row * BOX_ROW_BYTES, 0), key_columns);
-    wgmma_commit();
+    const Ring<DS_STAGES> source = s.previous();
+    float columns[PIECE_COLUMNS / 2];
+    if (BEFORE) {
+      barrier_wait(shared.ds_full(source.stage), source.phase);
+      issue_grad_query(columns, source.stage);
+      wgmma_wait<1>();  // the sums of keys and values
+    } else {
+      wgmma_wait<0>();
+    }
     s.advance();
-    wgmma_wait<1>();  // the sums of keys and values
     release(shared.do_empty(d.stage));
     release(shared.q_empty(q.stage));
     d.advance();
     q.advance();
-    const auto stage_columns = [&] {
-      barrier_wait(shared.sent(warpgroup), sent_phase);
-      sent_phase ^= 1;
-      const uint32_t address = shared.staging + 4 * piece.offset + threadIdx.x % 128 * 16;
-#pragma unroll
-      for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
-        if (i < piece.groups) store_four(address + i * 128 * 16, columns + 4 * i);
-      store_fence();
-      __syncwarp();
-      release(shared.staged(warpgroup));
-    };
     if constexpr (MORE) {
       barrier_wait(shared.q_full(q.stage), q.phase);
-      issue_scores(0);
-      wgmma_wait<1>();
-      stage_columns();
+      if (PARTS > 1) begin_grads(q.stage, 0);
+      issue_scores(q.stage, 0);
+      if (BEFORE) {
+        wgmma_wait<1>();
+        release(shared.ds_empty(source.stage));
+        stage_columns(columns);
+      }
       wgmma_wait<0>();
-    } else {
+      if (PARTS == 1) begin_grads(q.stage, 0);  // no registers before
+    } else if (BEFORE) {
       wgmma_wait<0>();
-      stage_columns();
+      release(shared.ds_empty(source.stage));
+      stage_columns(columns);
     }
   };
 
   const int last_row = (params.q_tiles - 1) * BLOCK_M, end_row = work.first_q_tile * BLOCK_M;
   int left = work.tiles(params) * group;
   if (left > 0) {
-    barrier_wait(shared.k_full(), 0);
+    if (TURNS && warpgroup == 1) named_arrive(FIRST_TURN, 128 * CONSUMERS);  // the first turn is the other's
+    barrier_wait(shared.k_full(), progress.kv_phase);
     key.load(shared.key, 64 * warpgroup);
     barrier_wait(shared.q_full(q.stage), q.phase);
-    issue_scores(0);
+    begin_grads(q.stage, 0);
+    issue_scores(q.stage, 0);
     wgmma_wait<0>();
-    barrier_wait(shared.v_full(), 0);
+    barrier_wait(shared.v_full(), progress.kv_phase);
     value.load(shared.value, 64 * warpgroup);
     int first_row = last_row;
-#pragma unroll 1
-    for (; left > 1; --left) {
-      step(first_row, Flag<true>());
+    const auto advance = [&] {
+      --left;
       first_row = first_row == end_row ? last_row : first_row - BLOCK_M;
+    };
+    if (left == 1) {
+      step(first_row, Flag<false>(), Flag<false>());
+    } else {
+      step(first_row, Flag<false>(), Flag<true>());
+      advance();
+#pragma unroll 1
+      for (; left > 1; advance()) step(first_row, Flag<true>(), Flag<true>());
+      step(first_row, Flag<true>(), Flag<false>());
     }
-    step(first_row, Flag<false>());
+    const Ring<DS_STAGES> source = s.previous();
+    float columns[PIECE_COLUMNS / 2];
+    barrier_wait(shared.ds_full(source.stage), source.phase);
+    issue_grad_query(columns, source.stage);
+    wgmma_wait<0>();
+    release(shared.ds_empty(source.stage));
+    if (PERSISTENT) release(shared.kv_empty());
+    progress.kv_phase ^= 1;
+    stage_columns(columns);
   }
 
+  if (PERSISTENT) {
+    barrier_wait(shared.grads_sent(), progress.grads_phase);  // where there was no step
+    progress.grads_phase ^= 1;
+    named_sync(ALL_CONSUMERS, 128 * CONSUMERS);  // all have read dS
+    stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.grad_value(), warp_row);
+    if (!GRADS_IN_DS) {
+      barrier_wait(shared.sent(warpgroup), sent_phase);
+      named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
+    }
+    stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.grad_key(), warp_row);
+    store_fence();
+    __syncwarp();
+    release(shared.grads_staged());
+    return;
+  }
   // The gradients leave through the places of the keys and values, which all have read.
-  named_sync(1, 128 * CONSUMERS);
-  stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.value, warp_row);
-  stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.key, warp_row);
+  named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
+  stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.grad_value(), warp_row);
+  stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.grad_key(), warp_row);
   store_fence();
-  named_sync(1, 128 * CONSUMERS);
+  named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
   if (threadIdx.x == 128) {
-    store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.value, work.k_tile * BLOCK_N, work.kv_head, work.batch);
-    store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.key, work.k_tile * BLOCK_N, work.kv_head, work.batch);
+    store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.grad_value(), work.k_tile * BLOCK_N, work.kv_head,
+                                    work.batch);
+    store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.grad_key(), work.k_tile * BLOCK_N, work.kv_head, work.batch);
     store_wait();
   }
 }
@@ -257,7 +492,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     prefetch_map(key_map);
     prefetch_map(value_map);
     prefetch_map(grad_out_map);
-    take_ticket(shared.ticket, params);
+    if (!PERSISTENT) take_ticket(shared.ticket, params);
     barrier_init(shared.k_full(), 1);
     barrier_init(shared.v_full(), 1);
     // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.
@@ -273,18 +508,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
       barrier_init(shared.staged(warpgroup), 4);
       barrier_init(shared.sent(warpgroup), 1);
     }
+    barrier_init(shared.kv_empty(), 4 * CONSUMERS);
+    barrier_init(shared.grads_staged(), 4 * CONSUMERS);
+    barrier_init(shared.grads_sent(), 1);
+    for (int stage = 0; stage < 2; ++stage) {
+      barrier_init(shared.work_full(stage), 1);
+      barrier_init(shared.work_empty(stage), LISTENERS);
+    }
+    for (int stage = 0; stage < DS_STAGES; ++stage) {
+      barrier_init(shared.ds_full(stage), 4 * CONSUMERS);
+      barrier_init(shared.ds_empty(stage), 4 * CONSUMERS);
+    }
     barrier_init_fence();
   }
   __syncthreads();
-  const Work work = work_at(block_number(shared.ticket, params), params);
+  const int number = PERSISTENT ? 0 : block_number(shared.ticket, params);
 
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();
     const int warp = threadIdx.x / 32;
-    if (threadIdx.x == 0) produce(query_map, key_map, value_map, grad_out_map, work, params, shared);
-    if (threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) store_pieces(work, params, shared, warp - 1);
+    if (threadIdx.x == 0) {
+      uint32_t loaded = 0;
+      if (PERSISTENT)
+        give_work(params, shared,
+                  [&](const Work& work) { load_queries(query_map, grad_out_map, work, params, shared, loaded); });
+      else
+        produce(query_map, key_map, value_map, grad_out_map, work_at(number, params), params, shared);
+    }
+    if (threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) {
+      uint32_t phase = 0;
+      for_each_work(number, params, shared,
+                    [&](const Work& work) { store_pieces(work, params, shared, warp - 1, phase); });
+    }
+    if (PERSISTENT && threadIdx.x == 96)
+      exchange_keys(key_map, value_map, grad_key_map, grad_value_map, number, params, shared);
   } else {
     registers_claim<CONSUMER_REGISTERS>();
-    consume(grad_key_map, grad_value_map, work, params, shared, uniform(threadIdx.x / 128) - 1);
+    Progress progress;
+    const int warpgroup = uniform(threadIdx.x / 128) - 1;
+    for_each_work(number, params, shared, [&](const Work& work) {
+      consume(grad_key_map, grad_value_map, work, params, shared, warpgroup, progress);
+    });
   }
 }

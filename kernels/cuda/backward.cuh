@@ -14,8 +14,8 @@ struct BackwardParams {
   void* grad_query;        // [batch, num_heads, seqlen_q, head_dim], last stride 1
   float* statistics;       // [batch * num_heads * q_tiles, 2, BLOCK_M]: logsumexp in base 2, -delta
   float* sums;             // [batch * num_heads * q_tiles, BLOCK_M * HEAD_DIM], in the order of `Piece`
-  int* semaphores;         // deterministic only: [batch * num_heads * q_tiles, CONSUMERS]
-  int* counters;           // deterministic only: blocks begun, blocks done; both zero between launches
+  int* semaphores;         // IN_ORDER: [batch * num_heads * q_tiles, CONSUMERS], who has added so far
+  int* counters;           // IN_ORDER or PERSISTENT: tiles of keys begun, blocks done; both zero between launches
   int64_t out_stride_batch, out_stride_head, out_stride_row;  // elements
   int64_t grad_out_stride_batch, grad_out_stride_head, grad_out_stride_row;
   int64_t grad_query_stride_batch, grad_query_stride_head, grad_query_stride_row;
@@ -25,6 +25,8 @@ struct BackwardParams {
 };
 
 constexpr int CONSUMERS = BLOCK_N / 64;
+// Whether blocks wait for one another: those waited for have lower numbers, which must have begun.
+constexpr bool IN_ORDER = DETERMINISTIC || FIRST_STORES;
 constexpr int PREPARE_THREADS = 256;
 
 // A consumer does a query tile in parts, which bounds its registers.
@@ -65,10 +67,11 @@ struct Work {
 };
 
 // Causal: the first keys, which most queries see, come first, of a group of heads whose queries stay in L2 together.
+// Deterministic: the same, since blocks of one head wait for one another: so those that begin together are of many.
 __device__ __forceinline__ Work work_at(int index, const BackwardParams& params) {
   int head;
   Work work;
-  if (IS_CAUSAL) {
+  if (IS_CAUSAL || DETERMINISTIC) {
     const int group_tiles = params.heads_per_group * params.k_tiles;
     const int first = index / group_tiles * params.heads_per_group, within = index % group_tiles;
     const int heads = min(params.heads_per_group, params.batch * params.num_kv_heads - first);
@@ -87,10 +90,10 @@ __device__ __forceinline__ Work work_at(int index, const BackwardParams& params)
 // Which number a block has: its own, or the next that nobody has taken, so that all lower ones have begun. Thread 0
 // takes it into shared memory; after a barrier, all ask for it.
 __device__ __forceinline__ void take_ticket(uint32_t ticket, const BackwardParams& params) {
-  if (DETERMINISTIC) write_word(ticket, atomicAdd(params.counters, 1));
+  if (IN_ORDER) write_word(ticket, atomicAdd(params.counters, 1));
 }
 __device__ __forceinline__ int block_number(uint32_t ticket, const BackwardParams& params) {
-  if (!DETERMINISTIC) return blockIdx.x;
+  if (!IN_ORDER) return blockIdx.x;
   // The last block to get here leaves the counters as it found them: all have taken their numbers.
   if (threadIdx.x == 0 && atomicAdd(params.counters + 1, 1) == gridDim.x - 1) {
     params.counters[0] = 0;
@@ -105,9 +108,10 @@ __device__ __forceinline__ void for_each_tile(const Work& work, const BackwardPa
   const int group = params.num_heads / params.num_kv_heads;
 #pragma unroll 1
   for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
-    const int64_t first = ((int64_t)work.batch * params.num_heads + head) * params.q_tiles;
+    const int first = (work.batch * params.num_heads + head) * params.q_tiles;
 #pragma unroll 1
-    for (int tile = params.q_tiles - 1; tile >= work.first_q_tile; --tile) visit(head, tile, first + tile);
+    for (int number = first + params.q_tiles - 1; number >= first + work.first_q_tile; --number)
+      visit(head, number - first, number);
   }
 }
 
@@ -119,7 +123,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
   Ring<Q_STAGES> q;
   Ring<DO_STAGES> d;
   bool first = true;
-  for_each_tile(work, params, [&](int head, int tile, int64_t number) {
+  for_each_tile(work, params, [&](int head, int tile, int number) {
     // In the order in which the consumers need them.
     if (first)
       load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key, shared.k_full(), work.k_tile * BLOCK_N, work.kv_head,
@@ -127,7 +131,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
     barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
                                  head, work.batch);
-    load_bytes<STATISTICS_BYTES>(params.statistics + number * (2 * BLOCK_M),
+    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (2 * BLOCK_M),
                                  shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
     q.advance();
     if (first)
@@ -161,15 +165,15 @@ struct LeftOperand {
       }
     }
   }
-  // result[64 keys, STEP_M queries] = this rows^T, rows [STEP_M, COLUMNS] in a tile of BLOCK_M
-  __device__ __forceinline__ void multiply(float (&result)[STEP_M / 2], uint32_t rows) const {
+  // result[64 keys, STEP_M queries] (+)= this rows^T, rows [STEP_M, COLUMNS] in a tile of BLOCK_M
+  __device__ __forceinline__ void multiply(float (&result)[STEP_M / 2], uint32_t rows, bool accumulate = false) const {
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; ++k) {
       const uint32_t right = moved(rows, column_group<BLOCK_M>(k));
       if constexpr (KEYS_IN_REGISTERS)
-        Wgmma<STEP_M>::rs_rows(result, words + 4 * k, right, k > 0);
+        Wgmma<STEP_M>::rs_rows(result, words + 4 * k, right, accumulate || k > 0);
       else
-        Wgmma<STEP_M>::ss(result, moved(tile, column_group<BLOCK_N>(k)), right, k > 0);
+        Wgmma<STEP_M>::ss(result, moved(tile, column_group<BLOCK_N>(k)), right, accumulate || k > 0);
     }
   }
 };
@@ -294,11 +298,13 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
       statistics[BLOCK_M + row] = -delta;
     }
   }
-  float4* sums = (float4*)(params.sums + number * (BLOCK_M * HEAD_DIM));
+  if (!FIRST_STORES) {
+    float4* sums = (float4*)(params.sums + number * (BLOCK_M * HEAD_DIM));
 #pragma unroll
-  for (int i = threadIdx.x; i < BLOCK_M * HEAD_DIM / 4; i += PREPARE_THREADS)
-    sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  if (DETERMINISTIC && threadIdx.x < CONSUMERS) params.semaphores[number * CONSUMERS + threadIdx.x] = 0;
+    for (int i = threadIdx.x; i < BLOCK_M * HEAD_DIM / 4; i += PREPARE_THREADS)
+      sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  if (IN_ORDER && threadIdx.x < CONSUMERS) params.semaphores[number * CONSUMERS + threadIdx.x] = 0;
 }
 
 // One block for each query tile of each head; threads hold what they held in the main kernel.

@@ -48,8 +48,9 @@ class BackwardParams(ctypes.Structure):
         ("grad_query", ctypes.c_void_p),
         ("statistics", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
-        ("semaphores", ctypes.c_void_p),  # of the deterministic kernel, as the counters
-        ("counters", ctypes.c_void_p),  # two int32, zero between launches, of nobody else's while this one runs
+        ("semaphores", ctypes.c_void_p),  # where blocks wait for one another
+        # Two int32 of such kernels and of persistent ones, zero between launches, of nobody else's while this one runs.
+        ("counters", ctypes.c_void_p),
         ("out_stride_batch", ctypes.c_int64),  # in elements, as all strides
         ("out_stride_head", ctypes.c_int64),
         ("out_stride_row", ctypes.c_int64),
@@ -99,6 +100,10 @@ class Specialisation(NamedTuple):
             "DO_STAGES": tile.do_stages,
             "DS_STAGES": tile.ds_stages,
             "KEYS_IN_REGISTERS": int(tile.keys_in_registers),
+            "TURNS": int(tile.turns),
+            "DELTA_FIRST": int(tile.delta_first),
+            "PERSISTENT": int(tile.persistent),
+            "FIRST_STORES": int(tile.first_stores),
             "IS_CAUSAL": int(self.is_causal),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),
@@ -113,12 +118,19 @@ class Specialisation(NamedTuple):
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
         # P on its way to the other warpgroup, or the query's gradient on its way to global memory; both are float32.
         handed = tile.block_m * (tile.block_n if self.is_wide else self.head_dim) * 4
+        if tile.persistent and keys > grads:  # the key's gradient leaves from there
+            handed = max(handed, tile.block_n * padded * 2)
         return keys + queries + grads + handed + 1024
 
     @property
     def is_wide(self) -> bool:
         """Whether the sums of the keys' and values' gradients need a warpgroup each."""
         return max(self.head_dim, self.head_dim_v) > 128
+
+    @property
+    def in_order(self) -> bool:
+        """Whether blocks wait for one another."""
+        return self.deterministic or self.tile.first_stores
 
     @property
     def num_threads(self) -> int:
@@ -159,11 +171,16 @@ class Specialisation(NamedTuple):
 
 
 def specialise(
-    head_dim: int, head_dim_v: int, dtype: torch.dtype, is_causal: bool, deterministic: bool
+    head_dim: int, head_dim_v: int, dtype: torch.dtype, is_causal: bool, deterministic: bool, query_rows: int
 ) -> Specialisation:
-    """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256."""
+    """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256.
+
+    query_rows: how many queries a key head has, those of all its query heads together.
+    """
     padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
-    tile = tiles.choose_backward(padded, padded_v, is_causal)
+    if padded_v > 64:
+        padded = max(padded, 80)  # of wide tiles each warpgroup computes a box of the query's gradient; there are two
+    tile = tiles.choose_backward(padded, padded_v, is_causal, query_rows, deterministic)
     return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, deterministic, tile)
 
 
@@ -240,7 +257,8 @@ class Plan:
         batch, heads, seqlen_q, head_dim = query.shape
         kv_heads, seqlen_k, head_dim_v = value.shape[1:]
         index = self._device_index = query.device.index
-        spec = specialise(head_dim, head_dim_v, query.dtype, is_causal, deterministic)
+        query_rows = seqlen_q * (heads // kv_heads)
+        spec = specialise(head_dim, head_dim_v, query.dtype, is_causal, deterministic, query_rows)
         if tile is not None:
             spec = spec._replace(tile=tile)
         self.specialisation = spec
@@ -255,7 +273,7 @@ class Plan:
         self._statistics_in_gradient = grad_query is not None and 4 * statistics <= _dense_bytes(grad_query)
         self._sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 4)
         self._semaphores_at = self._sums_at + all_q_tiles * tile.block_m * spec.head_dim
-        self._workspace_floats = self._semaphores_at + (all_q_tiles * tile.num_warpgroups if deterministic else 0)
+        self._workspace_floats = self._semaphores_at + (all_q_tiles * tile.num_warpgroups if spec.in_order else 0)
         try:
             binary = spec.compile()
             self._functions = [
@@ -275,7 +293,12 @@ class Plan:
                 for dim, what in enumerate(("batch", "head", "row")):
                     strides[f"{name}_stride_{what}"] = tensor.stride(dim)
         _, num_sms = forward._device(index)
-        head_bytes = heads // kv_heads * seqlen_q * (head_dim * 6 + head_dim_v * 2)
+        head_bytes = query_rows * (head_dim * 6 + head_dim_v * 2)
+        # Enough for a wave of blocks, however large.
+        heads_per_group = max(_L2_BYTES // head_bytes, math.ceil(num_sms / k_tiles))
+        if deterministic and is_causal:
+            # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
+            heads_per_group = max(heads_per_group, math.ceil(num_sms / 3))
         self._params = BackwardParams(
             **strides,
             batch=batch,
@@ -288,14 +311,14 @@ class Plan:
             logsumexp_pitch=logsumexp.size(-1),
             q_tiles=q_tiles,
             k_tiles=k_tiles,
-            # Enough for a wave of blocks, however large.
-            heads_per_group=min(max(_L2_BYTES // head_bytes, math.ceil(num_sms / k_tiles)), batch * kv_heads),
+            heads_per_group=min(heads_per_group, batch * kv_heads),
             softmax_scale=softmax_scale,
             softmax_scale_log2=softmax_scale * _LOG2E,
         )
+        grid = min(blocks, num_sms) if tile.persistent else blocks
         self._configs = [
             driver.LaunchConfig((all_q_tiles, 1, 1), (_PREPARE_THREADS, 1, 1), 0, None, None, 0),
-            driver.LaunchConfig((blocks, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
+            driver.LaunchConfig((grid, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
             driver.LaunchConfig((all_q_tiles, 1, 1), (128 * tile.num_warpgroups, 1, 1), 0, None, None, 0),
         ]
         self._frames: list[_Frame] = []
@@ -328,7 +351,7 @@ class Plan:
         params.sums = start + 4 * self._sums_at
         params.semaphores = start + 4 * self._semaphores_at
         stream = driver.current_stream(index)
-        if self.specialisation.deterministic:
+        if self.specialisation.in_order or self.specialisation.tile.persistent:
             params.counters = driver.counters(index, stream)
         count = 2 if grad_query is None else 3
         launches = zip(ENTRIES, self._functions, frame.configs, (frame.single, frame.main, frame.single), strict=True)

@@ -18,6 +18,7 @@
 #include "backward.cuh"
 
 static_assert(BLOCK_M == 64 && STEP_M == 64 && BLOCK_N == 64 && CONSUMERS == 1 && SPLIT_ROWS && !KEYS_IN_REGISTERS);
+static_assert(!FIRST_STORES);
 // The gradients' warpgroup asks for the next grad_out tile, which is loaded after the next query tile, before it is
 // done with this query tile.
 static_assert(Q_STAGES > 1);
@@ -243,8 +244,8 @@ __device__ __forceinline__ void add_columns(float* sums, uint32_t grad_scores, u
 __device__ __forceinline__ void consume_queries(const Work& work, const BackwardParams& params, const Shared& shared) {
   Ring<DS_STAGES> s;
   if (work.tiles(params) > 0) barrier_wait(shared.k_full(), 0);
-  for_each_tile(work, params, [&](int, int, int64_t number) {
-    float* sums = params.sums + number * (BLOCK_M * HEAD_DIM);
+  for_each_tile(work, params, [&](int, int, int number) {
+    float* sums = params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM);
     const uint32_t grad_scores = descriptor(shared.grad_scores + s.stage * DS_BYTES, 0);
     barrier_wait(shared.ds_full(s.stage), s.phase);
     if (DETERMINISTIC) {

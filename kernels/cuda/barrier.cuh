@@ -7,6 +7,8 @@ template <int SIZE>
 struct Ring {
   int stage = 0;
   uint32_t phase = 0;
+  // After `count` stages: for a thread that has one register for it rather than two.
+  static __device__ __forceinline__ Ring at(uint32_t count) { return {(int)(count % SIZE), count / SIZE % 2}; }
   __device__ __forceinline__ Ring previous() const {
     const bool wraps = stage == 0;
     return {wraps ? SIZE - 1 : stage - 1, phase ^ (uint32_t)wraps};
@@ -57,6 +59,12 @@ __device__ __forceinline__ void named_sync(int name, int threads) {
 __device__ __forceinline__ void named_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
+// Arrives once `x`, which is never all ones, has been computed.
+__device__ __forceinline__ void named_arrive_after(int name, int threads, uint32_t x) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0xFFFFFFFF;\n@p bar.arrive %0, %1;\n}" ::"r"(name), "r"(threads),
+               "r"(x)
+               : "memory");
+}
 
 // Semaphores in global memory, by one thread: waits until it has reached `count`; adds one once all that this thread
 // has written, bulk reductions that it has waited for included, is visible to others.
@@ -70,4 +78,15 @@ __device__ __forceinline__ void semaphore_wait(const int* semaphore, int count) 
 __device__ __forceinline__ void semaphore_add(int* semaphore) {
   asm volatile("fence.proxy.async;" ::: "memory");
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
+}
+// Adds one to `done`, unless it is null, and waits until `next` has reached `count`: less time than one after the
+// other, since the look at `next` and this thread's bulk reductions are in flight together, and one fence serves both.
+__device__ __forceinline__ void semaphore_hand_on(int* done, const int* next, int count) {
+  int found;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(found) : "l"(next) : "memory");
+  if (done) asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async;" ::: "memory");
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  if (done) asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(done) : "memory");
+  while (found != count) asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(found) : "l"(next) : "memory");
+  asm volatile("fence.proxy.async;" ::: "memory");
 }

@@ -96,7 +96,11 @@ class BackwardTile:
 
     block_n: keys of a block, 64 for each consumer warpgroup. block_m: query rows of a step, which is done in parts of
     step_m rows. q_stages, do_stages: tiles of query and grad_out in flight; ds_stages: buffers for dS.
-    keys_in_registers: the keys and values of the block are kept there.
+
+    Of the kernel for head_dim up to 128 alone: keys_in_registers: the keys and values of the block are kept there.
+    turns: warpgroups take turns at the exponentials. delta_first: dP's accumulators begin with -delta. persistent: a
+    block for each multiprocessor, which does one tile of keys after the other. first_stores: the query's gradient needs
+    no zeros before, since the block of a head's first keys stores its share, for which the others wait.
     """
 
     block_m: int
@@ -106,6 +110,10 @@ class BackwardTile:
     do_stages: int = 2
     ds_stages: int = 2
     keys_in_registers: bool = False
+    turns: bool = False
+    delta_first: bool = False
+    persistent: bool = False
+    first_stores: bool = False
 
     @property
     def num_warpgroups(self) -> int:
@@ -118,12 +126,18 @@ class BackwardTile:
         return (self.num_warpgroups + 1) * 128
 
 
-def choose_backward(head_dim: int, head_dim_v: int, is_causal: bool) -> BackwardTile:
-    """The tile of the backward for a call; head_dim and head_dim_v are multiples of 16, at most 256."""
+def choose_backward(
+    head_dim: int, head_dim_v: int, is_causal: bool, query_rows: int, deterministic: bool
+) -> BackwardTile:
+    """The tile of the backward for a call; head_dim and head_dim_v are multiples of 16, at most 256.
+
+    query_rows: how many queries a key head has, those of all its query heads together. ``NOTES.md`` has the variants.
+    Where blocks are short, a block that goes on to its next keys at once saves a good part of its time. Deterministic
+    ones wait for one another, and should not hold keys that they have not begun.
+    """
     if max(head_dim, head_dim_v) > 128:
         return BackwardTile(64, 64, 64)  # the kernel in which warpgroups have roles
-    if head_dim <= 64:
-        if head_dim_v > 64:
-            return BackwardTile(128, 128, 64, ds_stages=1)  # no room for two
-        return BackwardTile(128, 128, 64, keys_in_registers=True)
-    return BackwardTile(64, 128, 64)
+    persistent = not deterministic and query_rows <= (3072 if is_causal else 1536)
+    if max(head_dim, head_dim_v) <= 64:
+        return BackwardTile(128, 128, 64, q_stages=3, keys_in_registers=True, persistent=persistent)
+    return BackwardTile(64, 128, 64, q_stages=3, turns=True, delta_first=True, persistent=persistent)

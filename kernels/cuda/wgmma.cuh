@@ -23,6 +23,14 @@ template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
+// The same, but not before `x`, which is never all ones, has been computed: the compiler moves a plain wait up, over
+// arithmetic that was to run beside the products. A plain wait must follow.
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait_after(uint32_t x) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0xFFFFFFFF;\n@p wgmma.wait_group.sync.aligned %1;\n}" ::"r"(x),
+               "n"(PENDING)
+               : "memory");
+}
 
 // The lower half of a matrix descriptor for boxes with 128-byte swizzle (the upper half is the same for all). `leading`
 // is the distance in bytes between boxes where the operand is wider than one along its contiguous dimension, unused for

@@ -34,10 +34,6 @@ _MAX_RECENT = 16
 # Tensor cores cut off what they add up instead of rounding it. After as many rows that error is a tenth of bfloat16's
 # rounding, so longer sums are added up in parts; sums of up to four parts stay whole. A multiple of every tile.
 SUM_ROWS = 2**16
-# For measurements (benchmarks/tune_masks.py): mask tiles by tensor maps or by pointers everywhere; one loop over full
-# and mixed tiles in backward_key_value, or two.
-MAP_MASKS = True
-ONE_LOOP = False
 
 
 class _Plans(dict):
@@ -165,7 +161,7 @@ class _Call:
         self.mask_can_be_mapped = False
         if mask is not None and self.mask_strides[2] != 0:
             self.unexpanded_mask = mask[tuple(slice(None if stride else 1) for stride in self.mask_strides[:2])]
-            self.mask_can_be_mapped = MAP_MASKS and TensorMap.accepts(self.unexpanded_mask)
+            self.mask_can_be_mapped = TensorMap.accepts(self.unexpanded_mask)
         self.constants = {
             "HEAD_DIM": head_dim,
             "HEAD_DIM_V": head_dim_v,
@@ -442,7 +438,6 @@ class _BackwardPlan:
             bounds = {"BOUND_QUERIES": call.seqlen_q % tile.block_m != 0}
             bounds |= {"BOUND_KEYS": call.seqlen_k % tile.block_n != 0}
             one_mask = call.mask_strides[1] == 0 or call.heads == call.kv_heads
-            bounds |= {"ONE_LOOP": ONE_LOOP}
             bounds |= {"MASK_AT_END": call.mask_kind == MASK_BOOL and call.mask_strides[2] == 0 and one_mask}
             # By the number of all rows, with a mask too: how many of them a list names is known on the GPU alone.
             rows = call.seqlen_q * (call.heads // call.kv_heads)

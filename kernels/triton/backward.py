@@ -272,30 +272,24 @@ def attention_backward_query(
 
 
 @triton.jit
-def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, entries, jump_at, jump, first_key,
-                   key_index, column_keys, query, mask, mask_batch, mask_head, batch, head, row_table, statistics,
-                   plane, grad_out, head_index,
-                   stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
-                   dropout_threshold, dropout_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-                   BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr, DIAGONAL: tl.constexpr, MASK: tl.constexpr,
-                   NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
-                   MASK_TMA: tl.constexpr, STEP: tl.constexpr, HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr,
-                   UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
+def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, entries, first_key, key_index,
+                   column_keys, query, mask, mask_batch, mask_head, batch, head, row_table, statistics, plane,
+                   grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q,
+                   seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM: tl.constexpr,
+                   HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
+                   DIAGONAL: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr,
+                   MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, STEP: tl.constexpr, HAS_LOW: tl.constexpr,
+                   DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
     """The loop of attention_backward_key_value over the queries first..last of one head, or a list of blocks.
 
-    STEP as in the forward's; 2 reads a list upwards and skips `jump` entries after the first `jump_at`.
+    STEP as in the forward's.
     """
     rows = tl.arange(0, BLOCK_M)
-    if STEP == 2:
-        upcoming = tl.load(entries + (first + tl.where(first < jump_at, 0, jump)))
-    elif STEP != 0:
+    if STEP != 0:
         upcoming = tl.load(entries + first * STEP)
     for counter in tl.range(first, last, 1 if STEP != 0 else BLOCK_M):
-        if STEP == 2:
-            start = upcoming.to(tl.int32) * BLOCK_M
-            upcoming = tl.load(entries + (counter + 1 + tl.where(counter + 1 < jump_at, 0, jump)))
-        elif STEP != 0:
+        if STEP != 0:
             start = upcoming.to(tl.int32) * BLOCK_M
             upcoming = tl.load(entries + (counter + 1) * STEP)
         else:
@@ -345,15 +339,14 @@ def attention_backward_key_value(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
-    MASK_TMA: tl.constexpr, MASK_AT_END: tl.constexpr, LISTED: tl.constexpr, ONE_LOOP: tl.constexpr,
+    MASK_TMA: tl.constexpr, MASK_AT_END: tl.constexpr, LISTED: tl.constexpr,
     HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, SUM_ROWS: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics.
 
     LISTED: the query blocks to visit are lists in mask_tiles. MASK_AT_END: a bool mask with one row for all queries of
-    these heads needs no comparisons in the loop, its keys' gradients are set to zero at the end. ONE_LOOP: the mask is
-    applied in full blocks too, for the sake of registers.
+    these heads needs no comparisons in the loop, its keys' gradients are set to zero at the end.
 
     SUM_ROWS: no more rows than that, unless 0, are added up in the tensor cores at a time. They cut off instead of
     rounding, which after eight million rows would be 1% of the result. Lists are cut likewise, after as many blocks,
@@ -386,7 +379,7 @@ def attention_backward_key_value(
     first = first_key // BLOCK_M * BLOCK_M if CAUSAL else 0
     last = seqlen_q
     NATURAL: tl.constexpr = MASK == MASK_FLOAT
-    LIST_STEP: tl.constexpr = 0 if not LISTED or MASK_PER_KEY else 2 if ONE_LOOP else -1
+    LIST_STEP: tl.constexpr = 0 if not LISTED or MASK_PER_KEY else -1
     if MASK_AT_END:
         keys_mask = mask + (batch * stride_mb + kv_head * group_size * stride_mh)
         seen = load_mask(keys_mask, 0, 0, 0, 0, 0, key_index, stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M,
@@ -419,8 +412,6 @@ def attention_backward_key_value(
         if SUM_ROWS:
             begin = first + item % num_parts * SUM_ROWS
             end = tl.minimum(begin + SUM_ROWS, last)
-        full_end = 0
-        jump = 0
         entries = mask_tiles
         if LISTED:
             lists = mask_tiles + lists_offset + batch * stride_lb + head * stride_lh + tile * stride_lt
@@ -428,13 +419,6 @@ def attention_backward_key_value(
             mixed_end = tl.load(lists + 1).to(tl.int32)
             if MASK_PER_KEY:
                 end = tl.where(full_end + mixed_end > 0, end, 0)
-            elif ONE_LOOP:
-                begin = 0
-                end = full_end + mixed_end
-                entries = lists + 2
-                jump = tl.cdiv(seqlen_q, BLOCK_M) - end  # the mixed ones stand at the list's end
-                if SUM_ROWS:
-                    begin, end = part_of_list(item % num_parts, 0, end, SUM_ROWS // BLOCK_M)
             else:
                 begin = 0
                 end = mixed_end
@@ -445,7 +429,7 @@ def attention_backward_key_value(
                     begin, end = part_of_list(item % num_parts, full_end, mixed_end, SUM_ROWS // BLOCK_M)
                     full_begin, full_end = part_of_list(item % num_parts, 0, full_end, SUM_ROWS // BLOCK_M)
                 grad_key_part, grad_value_part = _visit_queries(
-                    grad_key_part, grad_value_part, key_tile, value_tile, full_begin, full_end, lists + 2, 0, 0,
+                    grad_key_part, grad_value_part, key_tile, value_tile, full_begin, full_end, lists + 2,
                     first_key, key_index, column_keys, head_query, head_mask, mask_batch, mask_head, batch, head,
                     row_table, head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm,
                     stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
@@ -453,7 +437,7 @@ def attention_backward_key_value(
                     MASK_NONE, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1, HAS_LOW, DROPOUT, UNIT_STRIDE,
                     TMA, PRECISION)
         grad_key_part, grad_value_part = _visit_queries(
-            grad_key_part, grad_value_part, key_tile, value_tile, begin, end, entries, full_end, jump, first_key,
+            grad_key_part, grad_value_part, key_tile, value_tile, begin, end, entries, first_key,
             key_index, column_keys, head_query, head_mask, mask_batch, mask_head, batch, head, row_table,
             head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq,
             stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D,

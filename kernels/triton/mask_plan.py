@@ -127,8 +127,9 @@ class MaskTiles:
         counts = {"mask_heads": ("i32", mask_heads), "mask_q": ("i32", rows),
                   "words_k": ("i32", call.seqlen_k // count), "tiles_each": ("i32", each)}
         pointers = {"mask": mask, "tiles": self.buffer}
-        classify = self._launch(call, kernels.classify_mask, classes // strips_k * math.ceil(strips_k / each), pointers,
-                                wide | counts | common | larger_offset, constants | flags, divisors, _CLASSIFY[count > 1])
+        programs = classes // strips_k * math.ceil(strips_k / each)
+        classify = self._launch(call, kernels.classify_mask, programs, pointers, wide | counts | common | larger_offset,
+                                constants | flags, divisors, _CLASSIFY[count > 1])
 
         self._strides = []
         self._launches = [(classify, True)]

@@ -66,9 +66,10 @@ def classify_mask(
     """Fill tiles [mask batches * heads, strips_q, strips_k] with classes; for a float mask also which rows have more.
 
     A program walks tiles_each tiles of a strip; it is one warp, without barriers, where vectors of 16 bytes make a tile
-    small enough for its registers. The mask is read as words of WORD_BITS bits, ELEMENTS elements in each; WORDS of them
-    are a row of a tile, and strides and words_k count them. ROWS is 64, or 1 for a mask with one row for all queries.
-    *_WORD are words full of one element. larger_offset leads to a plane like tiles with one bit for each row of a tile.
+    small enough for its registers. The mask is read as words of WORD_BITS bits, ELEMENTS elements in each; WORDS of
+    them are a row of a tile, and strides and words_k count them. ROWS is 64, or 1 for a mask with one row for all
+    queries. *_WORD are words full of one element. larger_offset leads to a plane like tiles with one bit for each row
+    of a tile.
     """
     groups = tl.cdiv(strips_k, tiles_each)
     program = tl.program_id(0)

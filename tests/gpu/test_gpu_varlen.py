@@ -314,6 +314,123 @@ def test_nested_tensors(device, launched, note, head_dim, dtype, is_causal, comp
     note(judge_varlen(call, results, grad_out, stock_results_varlen(call, grad_out)))
 
 
+def jagged_calls(call: VarlenCall, lengths: tuple[int, ...], heads_first: bool = False) -> list[torch.Tensor]:
+    """query, key and value as nested tensors that share their offsets."""
+    offsets, _ = call.cu_seqlens(torch.int64)
+    rows = (call.query, call.key, call.value)
+    if not heads_first:
+        return [nested(t, offsets, lengths) for t in rows]
+    bounds = {"min_seqlen": min(lengths), "max_seqlen": max(lengths), "jagged_dim": 2}
+    return [torch.nested.nested_tensor_from_jagged(t.transpose(0, 1).contiguous(), offsets, **bounds) for t in rows]
+
+
+def looks(tensor: torch.Tensor) -> dict:
+    """What a nested tensor is, beside its numbers."""
+    return {
+        "shape": tensor.shape, "strides": tensor.values().stride(), "offsets": id(tensor.offsets()),
+        "contiguous": tensor.is_contiguous(), "rows": tensor.transpose(1, 2).is_contiguous(), "dtype": tensor.dtype,
+        "longest": tensor._maybe_max_seqlen, "shortest": tensor._maybe_min_seqlen, "grad": tensor.requires_grad,
+    }  # fmt: skip
+
+
+@pytest.mark.cuda_only
+@pytest.mark.usefixtures("take_everything")
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("dtype", [BFLOAT, SINGLE], ids=str)
+@pytest.mark.parametrize("lengths", [(300, 1, 64, 517, 129), (200, 200)], ids=["mixed", "equal"])
+def test_nested_tensors_look_and_compute_as_pytorchs(
+    plugin, device, launched, note, lengths, dtype, heads_first, training
+):
+    call = varlen_call(lengths, heads=4, head_dim=64, dtype=dtype, device=device, window=(-1, 0))
+    call = call.leaves() if training else call
+    tensors = jagged_calls(call, lengths, heads_first)
+    grad_out = gradient_for_varlen(call)
+    found = []
+    for ours in (True, False):
+        plugin.enable() if ours else plugin.disable()
+        with launched(ours):
+            out = F.scaled_dot_product_attention(*tensors, is_causal=True)
+            values = out.transpose(1, 2).values()
+            results = {"out": values.detach()}
+            if training:
+                assert (type(out.grad_fn).__name__ == "_NestedBackward") == ours
+                grads = torch.autograd.grad(values, (call.query, call.key, call.value), grad_out)
+                results |= dict(zip(("query", "key", "value"), grads))
+        found.append((looks(out), results))
+    assert found[0][0] == found[1][0]
+    note(judge_varlen(call, dict(found[0][1]), grad_out if training else None, {"nested": found[1][1]}))
+
+
+@pytest.mark.cuda_only
+@pytest.mark.usefixtures("take_everything")
+def test_nested_tensors_with_an_empty_sequence_are_pytorchs(plugin, device, launched):
+    lengths = (100, 0, 30)
+    call = varlen_call(lengths, heads=2, head_dim=64, dtype=BFLOAT, device=device)
+    tensors = jagged_calls(call, lengths)
+
+    def outcome(is_causal: bool):
+        try:
+            return F.scaled_dot_product_attention(*tensors, is_causal=is_causal).values()
+        except RuntimeError as error:  # no backend of stock's, where it is causal
+            return str(error).splitlines()[0]
+
+    with launched(False):
+        found = [outcome(is_causal) for is_causal in (False, True)]
+    plugin.disable()
+    for ours, theirs in zip(found, (outcome(is_causal) for is_causal in (False, True))):
+        assert type(ours) is type(theirs)
+        assert ours == theirs if isinstance(ours, str) else torch.equal(ours, theirs)
+
+
+@pytest.mark.cuda_only
+@pytest.mark.usefixtures("take_everything")
+def test_nested_tensors_without_host_synchronisation(device):
+    """Where the nested tensors know their longest and shortest length."""
+    lengths = (300, 1, 64, 517, 129)
+    call = varlen_call(lengths, heads=2, head_dim=64, dtype=BFLOAT, device=device, window=(-1, 0)).leaves()
+    tensors = jagged_calls(call, lengths)
+    grad_out = gradient_for_varlen(call)
+
+    def step():
+        out = F.scaled_dot_product_attention(*tensors, is_causal=True).transpose(1, 2).values()
+        return torch.autograd.grad(out, (call.query, call.key, call.value), grad_out)
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda_only
+@pytest.mark.usefixtures("take_everything")
+@pytest.mark.parametrize("training", [False, True])
+def test_nested_tensors_take_no_more_memory_than_pytorchs(plugin, device, training):
+    lengths = (2000, 100, 1500, 496)
+    call = varlen_call(lengths, heads=16, head_dim=64, dtype=BFLOAT, device=device, window=(-1, 0))
+    call = call.leaves() if training else call
+    tensors = jagged_calls(call, lengths)
+    grad_out = gradient_for_varlen(call)
+
+    def peak() -> int:
+        for measured in (False, True):
+            torch.cuda.synchronize()
+            if measured:
+                torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            out = F.scaled_dot_product_attention(*tensors, is_causal=True).transpose(1, 2).values()
+            if training:
+                torch.autograd.grad(out, (call.query, call.key, call.value), grad_out)
+            del out
+        return torch.cuda.max_memory_allocated() - before
+
+    ours = peak()
+    plugin.disable()
+    assert ours <= peak()
+
+
 @pytest.mark.cuda_only
 @pytest.mark.usefixtures("take_everything")
 def test_a_backward_of_stocks_understands_our_forward_and_the_other_way_round(plugin, device):

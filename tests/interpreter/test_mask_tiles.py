@@ -280,11 +280,9 @@ def test_patterns(name, float_mask):
         assert results["value"][0, 0, ~seen.any(0)].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("one_loop", [False, True])
 @pytest.mark.parametrize(("block_m", "block_n"), [(128, 32), (32, 128), (64, 32)])
-def test_blocks_of_any_size(monkeypatch, block_m, block_n, one_loop):
+def test_blocks_of_any_size(monkeypatch, block_m, block_n):
     use_tiles(monkeypatch, block_m, block_n)
-    monkeypatch.setattr(attention, "ONE_LOOP", one_loop)
     run_and_check(sample(as_mask(pattern("documents", 100, 130), "bool"), 100, 130))
     run_and_check(sample(as_mask(pattern("dead rows", 100, 130), "finfo.min"), 100, 130, dtype=SINGLE))
 
@@ -313,7 +311,6 @@ def test_random_patterns(monkeypatch, seed):
     generator = torch.Generator().manual_seed(seed)
     seqlen_q, seqlen_k = (int(n) for n in torch.randint(50, 160, (2,), generator=generator))
     use_tiles(monkeypatch, *[(64, 64), (128, 32), (32, 64), (64, 128)][seed % 4])
-    monkeypatch.setattr(attention, "ONE_LOOP", seed % 3 == 0)
     dtype = (HALF, SINGLE)[seed % 2]
     mask = block_pattern((1, 1, seqlen_q, seqlen_k), (torch.bool, dtype, SINGLE)[seed % 3], seed, block=32)
     run_and_check(sample(mask, seqlen_q, seqlen_k, dtype=dtype, scale=(None, -0.5, 0.0, 2.0)[seed % 4]))
@@ -347,11 +344,9 @@ def test_dropout_with_lists():
 # ----------------------------------------------------------------------------------------------------------- long sums
 
 
-@pytest.mark.parametrize("one_loop", [False, True])
 @pytest.mark.parametrize("kind", ["bool", "finfo.min", "padding", "grouped"])
-def test_long_sums_in_parts(monkeypatch, kind, one_loop):
+def test_long_sums_in_parts(monkeypatch, kind):
     """Lists cut after every second block: inside of the full ones, of the mixed ones, past the end."""
-    monkeypatch.setattr(attention, "ONE_LOOP", one_loop)
     monkeypatch.setattr(attention, "SUM_ROWS", 32)
     use_tiles(monkeypatch, 16, 32)
     seqlen_q, heads, kv_heads = (120, 2, 1) if kind == "grouped" else (210, 1, 1)
@@ -377,11 +372,8 @@ def test_long_sums_over_keys_in_parts(monkeypatch, kind):
     run_and_check(sample(mask, 70, 210, heads=heads, kv_heads=kv_heads))
 
 
-@pytest.mark.parametrize(
-    ("kind", "one_loop"), [("half of it mixed", False), ("half of it mixed", True), ("padding", False)]
-)
-def test_long_sums_in_parts_lose_less_where_sums_are_cut_off(monkeypatch, kind, one_loop):
-    monkeypatch.setattr(attention, "ONE_LOOP", one_loop)
+@pytest.mark.parametrize("kind", ["half of it mixed", "padding"])
+def test_long_sums_in_parts_lose_less_where_sums_are_cut_off(monkeypatch, kind):
     use_tiles(monkeypatch, 16, 64)
     mask = pattern("everything", 1 if kind == "padding" else 512, 64).clone()
     if kind == "half of it mixed":

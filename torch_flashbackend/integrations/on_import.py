@@ -1,6 +1,6 @@
 """Run a function once a module has been imported by somebody else, without importing it.
 
-Imports the standard library only. Imported by integrations/transformers.py.
+Imports the standard library only. Imported by integrations/transformers.py and by nested.py.
 """
 
 from __future__ import annotations
