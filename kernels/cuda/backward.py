@@ -195,7 +195,7 @@ def sums_fit(query: torch.Tensor, key: torch.Tensor) -> bool:
 
 def _refusal(query, key, value, out, logsumexp, grad_out, softmax_scale: float) -> str:
     """Why the kernels cannot run this call, whatever routing has said: a compiled graph may get other tensors."""
-    refusal = forward._refusal(query, key, value, softmax_scale)
+    refusal = forward._refusal(query, key, value, None, False, softmax_scale)
     if refusal:
         return refusal
     if query.size(3) > MAX_HEAD_DIM or value.size(3) > MAX_HEAD_DIM:
