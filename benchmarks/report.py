@@ -28,6 +28,7 @@ NOTHING = (
 KINDS = ("attention", "special", "overhead", "training", "generate", "encoder", "memory", "decode", "varlen")
 PASSES = ("forward", "backward")
 PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms")
+PEERS = {"default": "PyTorch's default", "cudnn": "its cuDNN", "flash": "its FlashAttention-2", "fa4": "FlashAttention-4"}
 # What the groups of special.py are called in the table.
 GROUPS = {
     "mask": "masks and biases, S = 4096, D = 128",
@@ -159,11 +160,18 @@ def _attention(all_rows: list[dict[str, Any]]) -> list[str]:
             text = f"Over all {len(ratios[name])} rows, {name}: "
             text += f"{geometric_mean(ratios[name]):.2f} times PyTorch's default (worst {min(ratios[name]):.2f})"
             if best[name]:
-                text += f", {geometric_mean(best[name]):.2f} times the best peer measured (worst {min(best[name]):.2f})"
+                text += f", {geometric_mean(best[name]):.2f} times the best of its peers (worst {min(best[name]):.2f}): "
+                text += ", ".join(_peers(rows, name))
             lines.append(text + ".")
     lines += _beyond_grid([row for row in all_rows if row["case"]["group"] != "grid"])
     memory = _memory(all_rows)
     return [*lines, *([memory] if memory else [])]
+
+
+def _peers(rows: Iterable[dict[str, Any]], name: str) -> list[str]:
+    """Whose kernels a pass was measured beside, in all rows or in some."""
+    found = {peer: None for row in rows for peer in row["tflops"].get(name, {}) if peer not in OURS}
+    return [PEERS.get(peer, peer) for peer in found]
 
 
 def _grid_cell(
