@@ -28,7 +28,12 @@ NOTHING = (
 KINDS = ("attention", "special", "overhead", "training", "generate", "encoder", "memory", "decode", "varlen")
 PASSES = ("forward", "backward")
 PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms")
-PEERS = {"default": "PyTorch's default", "cudnn": "its cuDNN", "flash": "its FlashAttention-2", "fa4": "FlashAttention-4"}
+PEERS = {
+    "default": "PyTorch's default",
+    "cudnn": "its cuDNN",
+    "flash": "its FlashAttention-2",
+    "fa4": "FlashAttention-4",
+}
 # What the groups of special.py are called in the table.
 GROUPS = {
     "mask": "masks and biases, S = 4096, D = 128",
@@ -160,8 +165,8 @@ def _attention(all_rows: list[dict[str, Any]]) -> list[str]:
             text = f"Over all {len(ratios[name])} rows, {name}: "
             text += f"{geometric_mean(ratios[name]):.2f} times PyTorch's default (worst {min(ratios[name]):.2f})"
             if best[name]:
-                text += f", {geometric_mean(best[name]):.2f} times the best of its peers (worst {min(best[name]):.2f}): "
-                text += ", ".join(_peers(rows, name))
+                text += f", {geometric_mean(best[name]):.2f} times the best of its peers (worst {min(best[name]):.2f}"
+                text += f"): {', '.join(_peers(rows, name))}"
             lines.append(text + ".")
     lines += _beyond_grid([row for row in all_rows if row["case"]["group"] != "grid"])
     memory = _memory(all_rows)
