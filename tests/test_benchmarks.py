@@ -354,7 +354,8 @@ def test_the_faster_of_our_backends_speaks_in_the_report(tmp_path):
         row["memory_bytes"]["forward"] = {"cuda": 50, "triton": 90, "default": 100}
     results_file(tmp_path / "a.json", "attention", rows)
     text = report.section(tmp_path)
-    assert "400 (1.60)" in text and "1.25 times the best peer" in text and "300 (" not in text
+    assert "400 (1.60)" in text and "300 (" not in text
+    assert "1.25 times the best of its peers (worst 1.25): PyTorch's default, its FlashAttention-2." in text
     assert "| B8 H32/8 S2048 D128 causal | 400 (1.60) | 1.25 | 400 (1.60) | 1.25 |" in text
     assert "forward 0.50 times PyTorch's" in text
 
@@ -424,7 +425,7 @@ def test_report_fills_the_readme_and_check_sees_stale_text(tmp_path, capsys):
     text = readme.read_text()
     assert text.startswith("# Title") and text.endswith("after\n")
     assert "NVIDIA H200, 132 SMs" in text and "300 (1.20)" in text
-    assert "1.20 times PyTorch's default (worst 1.20), 0.97 times the best peer" in text
+    assert "1.20 times PyTorch's default (worst 1.20), 0.97 times the best of its peers" in text
     assert "22.0*" in text and "forward 0.90 times PyTorch's" in text
     assert "| Llama, eager | 20,000 | 25,000 | 1.25 | 41.0 | 40.0 |" in text
     assert "| S = 8,192 | 0.50 | 1.00 | 32.0 |" in text and "| S = 131,072 | 8.00 | 16.00 | (8,192) |" in text

@@ -270,24 +270,35 @@ def _comparable(problem: Problem, case: str, policy: Policy, training: bool, sym
 
 
 def _neighbours(rows: list[Row], problem: Problem | None) -> list[Row]:
-    """Rows measured at the sizes just below and just above, at each those of the nearest lengths; None: the largest."""
+    """Rows measured at the sizes just below and just above, at each the nearest in shape; None: the largest.
+
+    A shape is both lengths and how many query heads share a key head, which decides how few queries are computed.
+    """
     sizes = sorted({row.work for row in rows})
     if problem is None:
         return [row for row in rows if row.work == sizes[-1]]
-    work, lengths = _work(problem), (problem.seqlen_q, problem.seqlen_k)
+    work, shape = _work(problem), (problem.seqlen_q, problem.seqlen_k, _group(problem))
     below = [size for size in sizes if size <= work]
     above = [size for size in sizes if size >= work]
     found = []
     for size in dict.fromkeys(below[-1:] + above[:1]):
-        distances = {row: _distance(lengths, (row.seqlen_q, row.seqlen_k)) for row in rows if row.work == size}
+        same = [row for row in rows if row.work == size]
+        distances = {row: _distance(shape, (row.seqlen_q, row.seqlen_k, row.heads / row.kv_heads)) for row in same}
         nearest = min(distances.values())
         found += [row for row, distance in distances.items() if distance == nearest]
     return found
 
 
-def _distance(lengths: tuple[int, int], others: tuple[int, int]) -> float:
-    """How far two pairs of lengths are from each other, in factors of two."""
-    return sum(abs(math.log2(max(a, 1) / b)) for a, b in zip(lengths, others))
+def _distance(shape: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """How far two shapes are from each other, in factors of two."""
+    return sum(abs(math.log2(max(a, 1) / b)) for a, b in zip(shape, other, strict=True))
+
+
+def _group(problem: Problem) -> float:
+    """Query heads for each key head; 1 where there are no heads."""
+    if problem.rank < 3:
+        return 1.0
+    return problem.query_shape[-3] / max(problem.key_shape[-3], 1)
 
 
 def _work(problem: Problem) -> int:
