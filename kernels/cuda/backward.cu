@@ -95,43 +95,58 @@ struct Shared {
 // PERSISTENT: who hears which tiles of keys the block is given: each consumer warp, the storing warps, and who
 // exchanges keys.
 constexpr int LISTENERS = 5 * CONSUMERS + 1;
+// An item's kind and index share a word; the host sees to it that indices are small enough.
+constexpr int KIND_SHIFT = 28;
 
-// The tiles of keys of a block, `number` or, PERSISTENT, those that its loading thread has been given. By whole warps
-// or single threads.
-template <class Visit>
-__device__ __forceinline__ void for_each_work(int number, const BackwardParams& params, const Shared& shared,
-                                              const Visit& visit) {
+// The items of a block: the one given or, PERSISTENT, those that its loading thread has taken. By whole warps or single
+// threads. Calls visit(Work) for tiles of keys, other(Item) for the rest.
+template <class Visit, class Other>
+__device__ __forceinline__ void for_each_item(const Item& item, const BackwardParams& params, const Shared& shared,
+                                              const Visit& visit, const Other& other) {
   if constexpr (!PERSISTENT) {
-    visit(work_at(number, params));
+    visit(work_of(item, params));
   } else {
     const bool alone = threadIdx.x < 128;
 #pragma unroll 1
     for (uint32_t given = 0;; ++given) {
       const auto place = Ring<2>::at(given);
       barrier_wait(shared.work_full(place.stage), place.phase);
-      number = read_word(shared.ticket + 4 * place.stage);
+      int what = read_word(shared.ticket + 8 * place.stage), head = read_word(shared.ticket + 8 * place.stage + 4);
       if (!alone) __syncwarp();
       if (alone || threadIdx.x % 32 == 0) barrier_arrive(shared.work_empty(place.stage));
-      if (number < 0) return;
-      visit(work_at(alone ? number : uniform(number), params));
+      if (what < 0) return;
+      if (!alone) {
+        what = uniform(what);
+        head = uniform(head);
+      }
+      const Item given_item{what >> KIND_SHIFT, head, what & (1 << KIND_SHIFT) - 1};
+      if (!FUSED || given_item.kind == COMPUTE)
+        visit(work_of(given_item, params));
+      else
+        other(given_item);
     }
   }
 }
 
-// The loading thread: takes the next tile that no block has, until there are none, and says so to all others. The last
+// The loading thread: takes the next item that no block has, until there are none, and says so to all others. The last
 // block to see the end leaves the counters as it found them.
 template <class Visit>
 __device__ __forceinline__ void give_work(const BackwardParams& params, const Shared& shared, const Visit& visit) {
+  const int heads = params.batch * params.num_kv_heads;
+  const int items = heads * (params.k_tiles + (FUSED ? 2 * params.chunks : 0));
 #pragma unroll 1
   for (uint32_t given = 0;; ++given) {
     const auto place = Ring<2>::at(given);
-    int number = atomicAdd(params.counters, 1);
-    if (number >= params.batch * params.num_kv_heads * params.k_tiles) number = -1;
+    const int number = atomicAdd(params.counters, 1);
+    const bool none = number >= items;
+    Item item{};
+    if (!none) item = item_at(number, params);
     barrier_wait(shared.work_empty(place.stage), place.phase ^ 1);
-    write_word(shared.ticket + 4 * place.stage, number);
+    write_word(shared.ticket + 8 * place.stage, none ? -1 : item.kind << KIND_SHIFT | item.index);
+    write_word(shared.ticket + 8 * place.stage + 4, item.head);
     barrier_arrive(shared.work_full(place.stage));
-    if (number < 0) break;
-    visit(work_at(number, params));
+    if (none) break;
+    if (!FUSED || item.kind == COMPUTE) visit(work_of(item, params));
   }
   if (atomicAdd(params.counters + 1, 1) == gridDim.x - 1) {
     params.counters[0] = 0;
@@ -143,6 +158,7 @@ __device__ __forceinline__ void give_work(const BackwardParams& params, const Sh
 __device__ __forceinline__ void load_queries(const TensorMap& query_map, const TensorMap& grad_out_map,
                                              const Work& work, const BackwardParams& params, const Shared& shared,
                                              uint32_t& loaded) {
+  if (FUSED) wait_until_prepared(work, params);
   for_each_tile(work, params, [&](int head, int tile, int number) {
     const auto q = Ring<Q_STAGES>::at(loaded);
     barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
@@ -162,7 +178,7 @@ __device__ __forceinline__ void load_queries(const TensorMap& query_map, const T
 // gradients then.
 __device__ __forceinline__ void exchange_keys(const TensorMap& key_map, const TensorMap& value_map,
                                               const TensorMap& grad_key_map, const TensorMap& grad_value_map,
-                                              int number, const BackwardParams& params, const Shared& shared) {
+                                              const Item& item, const BackwardParams& params, const Shared& shared) {
   uint32_t kv_phase = 1, grads_phase = 0;  // the places of keys and values are free at first
   Work before;
   before.k_tile = -1;
@@ -175,7 +191,7 @@ __device__ __forceinline__ void exchange_keys(const TensorMap& key_map, const Te
     store_wait();
     barrier_arrive(shared.grads_sent());
   };
-  for_each_work(number, params, shared, [&](const Work& work) {
+  const auto visit = [&](const Work& work) {
     if (work.tiles(params) > 0) {
       barrier_wait(shared.kv_empty(), kv_phase);
       kv_phase ^= 1;
@@ -185,8 +201,9 @@ __device__ __forceinline__ void exchange_keys(const TensorMap& key_map, const Te
     }
     if (before.k_tile >= 0) store();
     before = work;
-  });
-  store();
+  };
+  for_each_item(item, params, shared, visit, [](const Item&) {});
+  if (before.k_tile >= 0) store();  // else other blocks have been faster
 }
 
 // A storing warp, one for each consumer warpgroup: adds its pieces of grad_query to the sums. DETERMINISTIC: says of
@@ -221,6 +238,10 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
   if (DETERMINISTIC && before >= 0) {
     store_wait_written();
     semaphore_add(semaphore(before));
+  }
+  if (FUSED) {
+    store_wait_written();
+    semaphore_add(done_of(work, params));
   }
 }
 
@@ -522,7 +543,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     barrier_init_fence();
   }
   __syncthreads();
-  const int number = PERSISTENT ? 0 : block_number(shared.ticket, params);
+  Item item{};
+  if (!PERSISTENT) item = item_at(block_number(shared.ticket, params), params);
+  if (FUSED && !PERSISTENT && item.kind != COMPUTE)
+    return do_item<CONSUMERS + 1>(item, uniform(threadIdx.x / 128), threadIdx.x == 0, params, [] { __syncthreads(); });
 
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();
@@ -533,21 +557,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
         give_work(params, shared,
                   [&](const Work& work) { load_queries(query_map, grad_out_map, work, params, shared, loaded); });
       else
-        produce(query_map, key_map, value_map, grad_out_map, work_at(number, params), params, shared);
+        produce(query_map, key_map, value_map, grad_out_map, work_of(item, params), params, shared);
     }
     if (threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) {
       uint32_t phase = 0;
-      for_each_work(number, params, shared,
-                    [&](const Work& work) { store_pieces(work, params, shared, warp - 1, phase); });
+      for_each_item(
+          item, params, shared, [&](const Work& work) { store_pieces(work, params, shared, warp - 1, phase); },
+          [](const Item&) {});
     }
     if (PERSISTENT && threadIdx.x == 96)
-      exchange_keys(key_map, value_map, grad_key_map, grad_value_map, number, params, shared);
+      exchange_keys(key_map, value_map, grad_key_map, grad_value_map, item, params, shared);
   } else {
     registers_claim<CONSUMER_REGISTERS>();
     Progress progress;
     const int warpgroup = uniform(threadIdx.x / 128) - 1;
-    for_each_work(number, params, shared, [&](const Work& work) {
-      consume(grad_key_map, grad_value_map, work, params, shared, warpgroup, progress);
-    });
+    for_each_item(
+        item, params, shared,
+        [&](const Work& work) { consume(grad_key_map, grad_value_map, work, params, shared, warpgroup, progress); },
+        [&](const Item& other) {
+          do_item<CONSUMERS>(other, warpgroup, threadIdx.x == 128, params,
+                             [] { named_sync(ALL_CONSUMERS, 128 * CONSUMERS); });
+        });
   }
 }

@@ -15,18 +15,20 @@ struct BackwardParams {
   float* statistics;       // [batch * num_heads * q_tiles, 2, BLOCK_M]: logsumexp in base 2, -delta
   float* sums;             // [batch * num_heads * q_tiles, BLOCK_M * HEAD_DIM], in the order of `Piece`
   int* semaphores;         // IN_ORDER: [batch * num_heads * q_tiles, CONSUMERS], who has added so far
-  int* counters;           // IN_ORDER or PERSISTENT: tiles of keys begun, blocks done; both zero between launches
+  int* counters;           // IN_ORDER, PERSISTENT or FUSED: items begun, blocks done; all zero between launches
   int64_t out_stride_batch, out_stride_head, out_stride_row;  // elements
   int64_t grad_out_stride_batch, grad_out_stride_head, grad_out_stride_row;
   int64_t grad_query_stride_batch, grad_query_stride_head, grad_query_stride_row;
   int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, logsumexp_pitch;
   int q_tiles, k_tiles, heads_per_group;
+  int chunks, chunk_tiles;  // FUSED: parts of a key head's query tiles, and how many tiles one has
   float softmax_scale, softmax_scale_log2;
 };
 
 constexpr int CONSUMERS = BLOCK_N / 64;
 // Whether blocks wait for one another: those waited for have lower numbers, which must have begun.
 constexpr bool IN_ORDER = DETERMINISTIC || FIRST_STORES;
+static_assert(!(FUSED && IN_ORDER));
 constexpr int PREPARE_THREADS = 256;
 
 // A consumer does a query tile in parts, which bounds its registers.
@@ -66,34 +68,44 @@ struct Work {
   }
 };
 
-// Causal: the first keys, which most queries see, come first, of a group of heads whose queries stay in L2 together.
-// Deterministic: the same, since blocks of one head wait for one another: so those that begin together are of many.
-__device__ __forceinline__ Work work_at(int index, const BackwardParams& params) {
-  int head;
+// What there is to do: tiles of keys and, FUSED, what comes before and after them (backward_items.cuh).
+enum Kind { PREPARE, COMPUTE, FINISH };
+struct Item {
+  int kind, head, index;  // head: key heads counted over the batch; index: a tile of keys, or a chunk of query tiles
+};
+
+__device__ __forceinline__ Work work_of(const Item& item, const BackwardParams& params) {
   Work work;
-  if (IS_CAUSAL || DETERMINISTIC) {
-    const int group_tiles = params.heads_per_group * params.k_tiles;
-    const int first = index / group_tiles * params.heads_per_group, within = index % group_tiles;
-    const int heads = min(params.heads_per_group, params.batch * params.num_kv_heads - first);
-    head = first + within % heads;
-    work.k_tile = within / heads;
-  } else {
-    head = index / params.k_tiles;
-    work.k_tile = index % params.k_tiles;
-  }
-  work.batch = head / params.num_kv_heads;
-  work.kv_head = head % params.num_kv_heads;
+  work.k_tile = item.index;
+  work.batch = item.head / params.num_kv_heads;
+  work.kv_head = item.head % params.num_kv_heads;
   work.first_q_tile = IS_CAUSAL ? work.k_tile * BLOCK_N / BLOCK_M : 0;
   return work;
 }
 
+#include "backward_items.cuh"
+
+// Causal: the first keys, which most queries see, come first, of a group of heads whose queries stay in L2 together.
+// Deterministic: the same, since blocks of one head wait for one another: so those that begin together are of many.
+__device__ __forceinline__ Item item_at(int number, const BackwardParams& params) {
+  if (FUSED) return fused_item_at(number, params);
+  if (IS_CAUSAL || DETERMINISTIC) {
+    const int group_items = params.heads_per_group * params.k_tiles;
+    const int first = number / group_items * params.heads_per_group, within = number % group_items;
+    const int heads = min(params.heads_per_group, params.batch * params.num_kv_heads - first);
+    return {COMPUTE, first + within % heads, within / heads};
+  }
+  return {COMPUTE, number / params.k_tiles, number % params.k_tiles};
+}
+
 // Which number a block has: its own, or the next that nobody has taken, so that all lower ones have begun. Thread 0
 // takes it into shared memory; after a barrier, all ask for it.
+constexpr bool TICKETS = IN_ORDER || FUSED;
 __device__ __forceinline__ void take_ticket(uint32_t ticket, const BackwardParams& params) {
-  if (IN_ORDER) write_word(ticket, atomicAdd(params.counters, 1));
+  if (TICKETS) write_word(ticket, atomicAdd(params.counters, 1));
 }
 __device__ __forceinline__ int block_number(uint32_t ticket, const BackwardParams& params) {
-  if (!IN_ORDER) return blockIdx.x;
+  if (!TICKETS) return blockIdx.x;
   // The last block to get here leaves the counters as it found them: all have taken their numbers.
   if (threadIdx.x == 0 && atomicAdd(params.counters + 1, 1) == gridDim.x - 1) {
     params.counters[0] = 0;
@@ -128,6 +140,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
     if (first)
       load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key, shared.k_full(), work.k_tile * BLOCK_N, work.kv_head,
                                    work.batch);
+    if (FUSED && first) wait_until_prepared(work, params);
     barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
                                  head, work.batch);
@@ -266,77 +279,103 @@ struct Flag {
   static constexpr bool value = VALUE;
 };
 
-// One block for each query tile of each head. Eight lanes share a row.
-extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_prepare(
-    const __grid_constant__ BackwardParams params) {
-  const int64_t number = blockIdx.x;
-  const int q_tile = blockIdx.x % params.q_tiles, head = blockIdx.x / params.q_tiles % params.num_heads;
-  const int batch = blockIdx.x / params.q_tiles / params.num_heads;
+// The statistics of a query tile, `number` in the workspace, and zeros for its sums, by THREADS threads of which this
+// is `thread`. Eight lanes share a row.
+template <int THREADS>
+__device__ __forceinline__ void prepare_tile(int number, int thread, const BackwardParams& params) {
+  const int q_tile = number % params.q_tiles, head = number / params.q_tiles % params.num_heads;
+  const int batch = number / params.q_tiles / params.num_heads;
   const uint8_t* out =
       (const uint8_t*)params.out + 2 * (batch * params.out_stride_batch + head * params.out_stride_head);
   const uint8_t* grad_out =
       (const uint8_t*)params.grad_out + 2 * (batch * params.grad_out_stride_batch + head * params.grad_out_stride_head);
   const float* logsumexp = params.logsumexp + ((int64_t)batch * params.num_heads + head) * params.logsumexp_pitch;
-  float* statistics = params.statistics + number * (2 * BLOCK_M);
-  const int lane = threadIdx.x % 8;
+  float* statistics = params.statistics + (int64_t)number * (2 * BLOCK_M);
+  const int lane = thread % 8;
+  constexpr int ROWS = BLOCK_M / (THREADS / 8);  // of a thread; all are loaded before any is summed up
+  float delta[ROWS] = {};
 #pragma unroll
-  for (int row = threadIdx.x / 8; row < BLOCK_M; row += PREPARE_THREADS / 8) {
-    const int64_t this_row = q_tile * BLOCK_M + row;
-    float delta = 0.0f;
-    if (this_row < params.seqlen_q) {
+  for (int i = 0; i < ROWS; ++i) {
+    const int64_t row = q_tile * BLOCK_M + i * (THREADS / 8) + thread / 8;
+    if (row < params.seqlen_q) {
 #pragma unroll
       for (int column = 8 * lane; column < HEAD_DIM_V; column += 64)
         if (column < params.head_dim_v)
-          delta += dot(load_eight(out + 2 * (this_row * params.out_stride_row + column)),
-                       load_eight(grad_out + 2 * (this_row * params.grad_out_stride_row + column)));
+          delta[i] += dot(load_eight(out + 2 * (row * params.out_stride_row + column)),
+                          load_eight(grad_out + 2 * (row * params.grad_out_stride_row + column)));
     }
-    delta += __shfl_xor_sync(0xFFFFFFFF, delta, 4);
-    delta = quad_sum(delta);
+  }
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    const int row = i * (THREADS / 8) + thread / 8;
+    delta[i] += __shfl_xor_sync(0xFFFFFFFF, delta[i], 4);
+    delta[i] = quad_sum(delta[i]);
     if (lane == 0) {
       // Rows past the end have probability zero everywhere.
+      const int64_t this_row = q_tile * BLOCK_M + row;
       statistics[row] = this_row < params.seqlen_q ? logsumexp[this_row] * 1.4426950408889634f : INFINITY_F;
-      statistics[BLOCK_M + row] = -delta;
+      statistics[BLOCK_M + row] = -delta[i];
     }
   }
   if (!FIRST_STORES) {
-    float4* sums = (float4*)(params.sums + number * (BLOCK_M * HEAD_DIM));
+    float4* sums = (float4*)(params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM));
 #pragma unroll
-    for (int i = threadIdx.x; i < BLOCK_M * HEAD_DIM / 4; i += PREPARE_THREADS)
-      sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = thread; i < BLOCK_M * HEAD_DIM / 4; i += THREADS) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  if (IN_ORDER && threadIdx.x < CONSUMERS) params.semaphores[number * CONSUMERS + threadIdx.x] = 0;
 }
 
-// One block for each query tile of each head; threads hold what they held in the main kernel.
-extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
-    const __grid_constant__ BackwardParams params) {
-  const int64_t number = blockIdx.x;
-  const int q_tile = blockIdx.x % params.q_tiles, head = blockIdx.x / params.q_tiles % params.num_heads;
-  const int batch = blockIdx.x / params.q_tiles / params.num_heads;
-  const Piece piece(threadIdx.x / 128);
+// A warpgroup's piece of the sums of query tile `number`, scaled and rounded, becomes grad_query; threads hold what
+// they held in the main kernel.
+__device__ __forceinline__ void finish_piece(int number, int warpgroup, const BackwardParams& params) {
+  const int q_tile = number % params.q_tiles, head = number / params.q_tiles % params.num_heads;
+  const int batch = number / params.q_tiles / params.num_heads;
+  const Piece piece(warpgroup);
   const int lane = threadIdx.x % 32;
-  const float4* sums = (const float4*)(params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset) + threadIdx.x % 128;
+  const float* sums = params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM) + piece.offset + threadIdx.x % 128 * 4;
   const int first_row = q_tile * BLOCK_M + piece.first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
   uint8_t* grad_query =
       (uint8_t*)params.grad_query + 2 * (batch * params.grad_query_stride_batch + head * params.grad_query_stride_head);
+  constexpr int GROUPS = PIECE_COLUMNS / 8, AT_ONCE = GROUPS < 8 ? GROUPS : 8;  // loads in flight
 #pragma unroll
-  for (int group = 0; group < PIECE_COLUMNS / 8; group += 4) {
-    uint32_t words[2][4];
+  for (int begin = 0; begin < GROUPS; begin += AT_ONCE) {
+    float4 x[round_up(AT_ONCE, 4)];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (group + i < piece.groups) x = sums[(group + i) * 128];
-      words[0][i] = pack(x.x * params.softmax_scale, x.y * params.softmax_scale);
-      words[1][i] = pack(x.z * params.softmax_scale, x.w * params.softmax_scale);
+    for (int i = 0; i < round_up(AT_ONCE, 4); ++i) {
+      x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (begin + i < piece.groups) x[i] = load_four(sums + (begin + i) * 128 * 4);
     }
-    // Now lane i of a quad gets all 8 columns of group i.
-    const int column = piece.first_column + 8 * (group + lane % 4);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      quad_transpose(words[half], lane);
-      const int64_t row = first_row + 8 * half;
-      if (row < params.seqlen_q && group + lane % 4 < piece.groups && column < params.head_dim)
-        store_eight(grad_query + 2 * (row * params.grad_query_stride_row + column), words[half]);
+    for (int four = 0; four < AT_ONCE; four += 4) {
+      uint32_t words[2][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[0][i] = pack(x[four + i].x * params.softmax_scale, x[four + i].y * params.softmax_scale);
+        words[1][i] = pack(x[four + i].z * params.softmax_scale, x[four + i].w * params.softmax_scale);
+      }
+      // Now lane i of a quad gets all 8 columns of group i.
+      const int group = begin + four + lane % 4, column = piece.first_column + 8 * group;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        quad_transpose(words[half], lane);
+        const int64_t row = first_row + 8 * half;
+        if (row < params.seqlen_q && group < piece.groups && column < params.head_dim)
+          store_eight(grad_query + 2 * (row * params.grad_query_stride_row + column), words[half]);
+      }
     }
   }
 }
+
+#include "backward_fused.cuh"
+
+#if !FUSED
+// One block for each query tile of each head.
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_prepare(
+    const __grid_constant__ BackwardParams params) {
+  prepare_tile<PREPARE_THREADS>(blockIdx.x, threadIdx.x, params);
+  if (IN_ORDER && threadIdx.x < CONSUMERS) params.semaphores[(int64_t)blockIdx.x * CONSUMERS + threadIdx.x] = 0;
+}
+extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
+    const __grid_constant__ BackwardParams params) {
+  finish_piece(blockIdx.x, threadIdx.x / 128, params);
+}
+#endif

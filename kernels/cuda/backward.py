@@ -10,6 +10,7 @@ patch pointers in. Three kernels in one binary: they prepare, compute, and finis
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 import os
 from pathlib import Path
@@ -36,6 +37,9 @@ _PREPARE_THREADS = 256
 # Queries, their gradients and their float32 sums of the heads in work at one time should fit the L2 cache (50 MB).
 _L2_BYTES = 32 << 20
 _MAX_BLOCKS = 2**31 - 1
+_COUNTERS_BYTES = 128  # of the fused kernel: those of its items; a number for each key head follows
+_MAX_FUSED_HEADS = 1 << 16  # key heads over the batch; their numbers stay allocated
+_CHUNK_ROWS = 512  # queries that one item of the fused kernel prepares or finishes
 
 
 class BackwardParams(ctypes.Structure):
@@ -71,6 +75,8 @@ class BackwardParams(ctypes.Structure):
         ("q_tiles", ctypes.c_int32),  # query tiles of a head
         ("k_tiles", ctypes.c_int32),
         ("heads_per_group", ctypes.c_int32),  # key heads, counted over the batch, whose queries share L2
+        ("chunks", ctypes.c_int32),  # fused: parts of a key head's query tiles, and how many tiles one has
+        ("chunk_tiles", ctypes.c_int32),
         ("softmax_scale", ctypes.c_float),
         ("softmax_scale_log2", ctypes.c_float),
     ]
@@ -104,6 +110,7 @@ class Specialisation(NamedTuple):
             "DELTA_FIRST": int(tile.delta_first),
             "PERSISTENT": int(tile.persistent),
             "FIRST_STORES": int(tile.first_stores),
+            "FUSED": int(tile.fused),
             "IS_CAUSAL": int(self.is_causal),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),
@@ -159,8 +166,8 @@ class Specialisation(NamedTuple):
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """The kernels in the binary."""
-        return ENTRIES
+        """The kernels in the binary, in the order of their launches."""
+        return (MAIN,) if self.tile.fused else ENTRIES
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
@@ -235,6 +242,7 @@ class Plan:
 
     __slots__ = (
         "_configs",
+        "_counter_bytes",
         "_device_index",
         "_frames",
         "_functions",
@@ -261,16 +269,24 @@ class Plan:
         spec = specialise(head_dim, head_dim_v, query.dtype, is_causal, deterministic, query_rows)
         if tile is not None:
             spec = spec._replace(tile=tile)
+        if grad_query is None or batch * kv_heads > _MAX_FUSED_HEADS:
+            spec = spec._replace(tile=dataclasses.replace(spec.tile, fused=False))
         self.specialisation = spec
         tile = spec.tile
         q_tiles, k_tiles = math.ceil(seqlen_q / tile.block_m), math.ceil(seqlen_k / tile.block_n)
         all_q_tiles, blocks = q_tiles * batch * heads, k_tiles * batch * kv_heads
+        chunk_tiles = max(1, _CHUNK_ROWS // tile.block_m)
+        chunks = math.ceil(q_tiles * (heads // kv_heads) / chunk_tiles)
+        if tile.fused:
+            blocks += 2 * chunks * batch * kv_heads
         if max(all_q_tiles, blocks) > _MAX_BLOCKS:
             raise KernelUnavailable(f"{max(all_q_tiles, blocks)} tiles are more than 32 bits count")
         # One allocation: statistics, sums, semaphores, each at a multiple of 16 bytes. The query's gradient, which the
         # last kernel writes when nobody needs the statistics any more, holds them where it is large enough.
         statistics = all_q_tiles * 2 * tile.block_m
-        self._statistics_in_gradient = grad_query is not None and 4 * statistics <= _dense_bytes(grad_query)
+        self._statistics_in_gradient = (
+            grad_query is not None and not tile.fused and 4 * statistics <= _dense_bytes(grad_query)
+        )
         self._sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 4)
         self._semaphores_at = self._sums_at + all_q_tiles * tile.block_m * spec.head_dim
         self._workspace_floats = self._semaphores_at + (all_q_tiles * tile.num_warpgroups if spec.in_order else 0)
@@ -278,7 +294,7 @@ class Plan:
             binary = spec.compile()
             self._functions = [
                 ctypes.c_void_p(driver.load_function(binary, entry, index, spec.shared_bytes if entry == MAIN else 0))
-                for entry in ENTRIES
+                for entry in spec.entries
             ]
             rows = (tile.block_m, tile.block_n, tile.block_n, tile.block_m, tile.block_n, tile.block_n)
             self._maps = [
@@ -299,6 +315,9 @@ class Plan:
         if deterministic and is_causal:
             # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
             heads_per_group = max(heads_per_group, math.ceil(num_sms / 3))
+        if tile.fused:
+            # The sums of three groups are to stay in L2.
+            heads_per_group = max(1, num_sms // k_tiles)
         self._params = BackwardParams(
             **strides,
             batch=batch,
@@ -312,15 +331,19 @@ class Plan:
             q_tiles=q_tiles,
             k_tiles=k_tiles,
             heads_per_group=min(heads_per_group, batch * kv_heads),
+            chunks=chunks,
+            chunk_tiles=chunk_tiles,
             softmax_scale=softmax_scale,
             softmax_scale_log2=softmax_scale * _LOG2E,
         )
         grid = min(blocks, num_sms) if tile.persistent else blocks
-        self._configs = [
-            driver.LaunchConfig((all_q_tiles, 1, 1), (_PREPARE_THREADS, 1, 1), 0, None, None, 0),
-            driver.LaunchConfig((grid, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
-            driver.LaunchConfig((all_q_tiles, 1, 1), (128 * tile.num_warpgroups, 1, 1), 0, None, None, 0),
-        ]
+        configs = {
+            PREPARE: driver.LaunchConfig((all_q_tiles, 1, 1), (_PREPARE_THREADS, 1, 1), 0, None, None, 0),
+            MAIN: driver.LaunchConfig((grid, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
+            FINISH: driver.LaunchConfig((all_q_tiles, 1, 1), (128 * tile.num_warpgroups, 1, 1), 0, None, None, 0),
+        }
+        self._configs = [configs[entry] for entry in spec.entries]
+        self._counter_bytes = _COUNTERS_BYTES + (4 * batch * kv_heads if tile.fused else 0)
         self._frames: list[_Frame] = []
 
     def __call__(self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value) -> None:
@@ -351,16 +374,19 @@ class Plan:
         params.sums = start + 4 * self._sums_at
         params.semaphores = start + 4 * self._semaphores_at
         stream = driver.current_stream(index)
-        if self.specialisation.in_order or self.specialisation.tile.persistent:
-            params.counters = driver.counters(index, stream)
-        count = 2 if grad_query is None else 3
-        launches = zip(ENTRIES, self._functions, frame.configs, (frame.single, frame.main, frame.single), strict=True)
-        for entry, function, config, arguments in list(launches)[:count]:
+        spec = self.specialisation
+        if spec.in_order or spec.tile.persistent or spec.tile.fused:
+            params.counters = driver.counters(index, stream, self._counter_bytes)
+        if spec.tile.fused:
+            params.semaphores = params.counters + _COUNTERS_BYTES
+        entries = spec.entries if grad_query is not None else (PREPARE, MAIN)
+        for entry, function, config in zip(entries, self._functions, frame.configs, strict=False):
+            arguments = frame.main if entry == MAIN else frame.single
             launch_counts[entry] += 1
             try:
                 driver.launch(config, function, arguments, index, stream)
             except driver.DriverError as error:
-                if error.is_refusal and entry == PREPARE:
+                if error.is_refusal and entry == entries[0]:
                     raise KernelUnavailable(f"{entry}: {error}") from error
                 raise
         self._frames.append(frame)

@@ -265,6 +265,11 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
       if (threadIdx.x == 384) semaphore_add(params.semaphores + number);
     }
   });
+  if (FUSED) {
+    published();
+    named_sync(4, 128);
+    if (threadIdx.x == 384) semaphore_add(done_of(work, params));
+  }
   named_sync(1, 384);
 }
 
@@ -303,10 +308,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     barrier_init_fence();
   }
   __syncthreads();
-  const Work work = work_at(block_number(shared.ticket, params), params);
+  const Item item = item_at(block_number(shared.ticket, params), params);
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (FUSED && item.kind != COMPUTE)
+    return do_item<THREADS / 128>(item, warpgroup, threadIdx.x == 0, params, [] { __syncthreads(); });
+  const Work work = work_of(item, params);
   const int tiles = work.tiles(params) * (params.num_heads / params.num_kv_heads);
 
-  const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     registers_release<PRODUCER_REGISTERS>();
     if (threadIdx.x == 0) produce(query_map, key_map, value_map, grad_out_map, work, params, shared);

@@ -66,13 +66,26 @@ __device__ __forceinline__ void named_arrive_after(int name, int threads, uint32
                : "memory");
 }
 
-// Semaphores in global memory, by one thread: waits until it has reached `count`; adds one once all that this thread
-// has written, bulk reductions that it has waited for included, is visible to others.
+// Before a barrier behind which one thread says so with a semaphore: what this thread has written in global memory is
+// visible to others, and to their copy engines.
+__device__ __forceinline__ void published() {
+  asm volatile("fence.acq_rel.gpu;\nfence.proxy.async;" ::: "memory");
+}
+
+// Semaphores in global memory, by one thread: waits until it has reached `count`, or is at least that; adds one once
+// all that this thread has written, bulk reductions that it has waited for included, is visible to others.
 __device__ __forceinline__ void semaphore_wait(const int* semaphore, int count) {
   int found;
   do {
     asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(found) : "l"(semaphore) : "memory");
   } while (found != count);
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+__device__ __forceinline__ void semaphore_wait_least(const int* semaphore, int count) {
+  int found;
+  do {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(found) : "l"(semaphore) : "memory");
+  } while (found < count);
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 __device__ __forceinline__ void semaphore_add(int* semaphore) {

@@ -60,6 +60,15 @@ __device__ __forceinline__ void reduce_four(float* address, const float* x) {
                "f"(x[2]), "f"(x[3])
                : "memory");
 }
+// From L2: what other multiprocessors have written in this launch, too.
+__device__ __forceinline__ float4 load_four(const float* address) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(address)
+               : "memory");
+  return x;
+}
 __device__ __forceinline__ uint4 load_eight(const uint8_t* address) {
   uint4 x;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -101,6 +101,8 @@ class BackwardTile:
     turns: warpgroups take turns at the exponentials. delta_first: dP's accumulators begin with -delta. persistent: a
     block for each multiprocessor, which does one tile of keys after the other. first_stores: the query's gradient needs
     no zeros before, since the block of a head's first keys stores its share, for which the others wait.
+
+    fused: one kernel prepares, computes and finishes, part by part.
     """
 
     block_m: int
@@ -114,6 +116,7 @@ class BackwardTile:
     delta_first: bool = False
     persistent: bool = False
     first_stores: bool = False
+    fused: bool = False
 
     @property
     def num_warpgroups(self) -> int:

@@ -1,0 +1,29 @@
+// FUSED: how blocks do the items that are not COMPUTE (backward_items.cuh). Part of backward.cuh.
+#pragma once
+
+// An item that is not COMPUTE, by WARPGROUPS warpgroups of which this is `warpgroup`. `meet` waits for all of their
+// threads; one of them is the `leader`, who speaks for all.
+template <int WARPGROUPS, class Meet>
+__device__ __forceinline__ void do_item(const Item& item, int warpgroup, bool leader, const BackwardParams& params,
+                                        const Meet& meet) {
+  int* done = params.semaphores + item.head;
+  const int tiles = params.num_heads / params.num_kv_heads * params.q_tiles;  // of the key head's queries
+  const int first = item.index * params.chunk_tiles, count = min(params.chunk_tiles, tiles - first);
+  const int number = item.head * tiles + first;  // of the first one in the workspace
+  if (item.kind == PREPARE) {
+#pragma unroll 1
+    for (int tile = warpgroup; tile < count; tile += WARPGROUPS)
+      prepare_tile<128>(number + tile, threadIdx.x % 128, params);
+    published();
+    meet();
+    if (leader) semaphore_add(done);
+  } else {
+    if (leader) semaphore_wait_least(done, done_before(FINISH, params));
+    meet();
+#pragma unroll 1
+    for (int piece = warpgroup; piece < count * CONSUMERS; piece += WARPGROUPS)
+      finish_piece(number + piece / CONSUMERS, piece % CONSUMERS, params);
+    // Whoever is the last has nobody left who looks at the number.
+    if (leader && atomicAdd(done, 1) == done_before(FINISH, params) + params.chunks - 1) *done = 0;
+  }
+}
