@@ -49,11 +49,17 @@ def candidates(head_dim: int, deterministic: bool) -> list[BackwardTile]:
     chosen = [tiles.choose_backward(head_dim, head_dim, True, rows, deterministic) for rows in (1 << 20, 1)]
     change = dataclasses.replace
     if head_dim > 128:
-        return [chosen[0]] if deterministic else [chosen[0], change(chosen[0], ds_stages=1)]
-    forms = chosen[:1] if deterministic else [chosen[0], change(chosen[1], persistent=True)]
-    neighbours = [change(tile, first_stores=not tile.first_stores) for tile in forms]
-    if not deterministic:
-        neighbours += [change(forms[0], delta_first=not forms[0].delta_first), change(forms[1], turns=True)]
+        forms = chosen[:1]
+        neighbours = [] if deterministic else [change(forms[0], fused=not forms[0].fused)]
+    elif deterministic:
+        forms, neighbours = chosen[:1], []
+    else:
+        forms = [chosen[0], change(chosen[1], persistent=True)]
+        neighbours = [change(tile, fused=not tile.fused) for tile in forms]
+        apart = [change(tile, fused=False) for tile in forms]
+        neighbours += [change(tile, first_stores=True) for tile in apart]
+        if head_dim > 64:
+            neighbours.append(change(forms[0], fused=True, unstaged=True))
     return list(dict.fromkeys([*forms, *neighbours]))
 
 
@@ -78,12 +84,17 @@ class Candidate:
         mask, mode = "causal" if self.is_causal else "full", ", deterministic" if self.deterministic else ""
         return f"D={self.head_dim} {mask}{mode} {name_of(self.tile)}"
 
+    @property
+    def specialisation(self) -> backward.Specialisation:
+        """What it runs."""
+        size = self.head_dim
+        chosen = backward.specialise(size, size, torch.bfloat16, self.is_causal, self.deterministic, 1)
+        return chosen._replace(tile=self.tile)
+
     def compile(self) -> str | None:
         """What is wrong with it, if anything."""
         try:
-            spec = backward.specialise(
-                self.head_dim, self.head_dim, torch.bfloat16, self.is_causal, self.deterministic, 1
-            )._replace(tile=self.tile)
+            spec = self.specialisation
             if spec.shared_bytes > 227 << 10:
                 return f"{spec.shared_bytes} bytes of shared memory"
             log = spec.compile().log
@@ -118,14 +129,24 @@ def launcher(candidate: Candidate, arguments: tuple[Any, ...]) -> Callable[[], N
     return functools.partial(plan, *arguments)
 
 
+@functools.lru_cache(len(CHECKED))
+def right_answer(
+    shape: tuple[int, ...], head_dim: int, is_causal: bool
+) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+    """The backward's arguments for random tensors, and the gradients in float64; candidates of a kind share them."""
+    torch.manual_seed(CHECKED.index(shape))
+    tensors = make(*shape, head_dim)
+    leaves = [t.double().requires_grad_() for t in tensors[:3]]
+    out = scaled_dot_product_attention(*leaves, is_causal=is_causal, enable_gqa=shape[1] != shape[2])
+    return with_forward(tensors, is_causal), torch.autograd.grad(out, leaves, tensors[3].double())
+
+
 def check(candidate: Candidate) -> dict[str, Any]:
     """Its largest relative errors, and whether it repeats bit by bit."""
     errors = {"query": 0.0, "key": 0.0, "value": 0.0}
     repeats = True
-    for number, shape in enumerate(CHECKED):
-        torch.manual_seed(number)
-        tensors = make(*shape, candidate.head_dim)
-        arguments = with_forward(tensors, candidate.is_causal)
+    for shape in CHECKED:
+        arguments, expected = right_answer(shape, candidate.head_dim, candidate.is_causal)
         for grad in arguments[6:]:
             grad.fill_(torch.nan)
         run = launcher(candidate, arguments)
@@ -136,9 +157,6 @@ def check(candidate: Candidate) -> dict[str, Any]:
             run()
             same = [torch.equal(grad, before) for grad, before in zip(arguments[6:], first, strict=True)]
             repeats = repeats and all(same if candidate.deterministic else same[1:])
-        leaves = [t.double().requires_grad_() for t in tensors[:3]]
-        out = scaled_dot_product_attention(*leaves, is_causal=candidate.is_causal, enable_gqa=shape[1] != shape[2])
-        expected = torch.autograd.grad(out, leaves, tensors[3].double())
         for name, grad, right in zip(errors, first, expected, strict=True):
             error = ((grad.double() - right).abs().max() / right.abs().max()).item()
             errors[name] = max(errors[name], error if error == error else 1e9)
@@ -147,7 +165,7 @@ def check(candidate: Candidate) -> dict[str, Any]:
 
 def check_here(numbers: list[int], listed: list[Candidate]) -> None:
     """In the child: one line of JSON for each candidate."""
-    for number in numbers:
+    for number in sorted(numbers, key=lambda n: (listed[n].head_dim, listed[n].is_causal)):
         try:
             result = check(listed[number])
         except Exception as error:
@@ -165,7 +183,7 @@ def check_apart(numbers: list[int], options: argparse.Namespace) -> dict[int, di
         if hangs == MOST_HANGS:
             return found | {number: {"right": False, "failed": "not checked: too many hang"} for number in missing}
         command = [sys.executable, "-m", "benchmarks.tune_cuda", "--out", options.out, "--only", options.only]
-        command += ["--check", ",".join(map(str, missing))]
+        command += ["--modes", options.modes, "--check", ",".join(map(str, missing))]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=False)
         assert child.stdout is not None
         buffer, said, deadline = b"", "", time.monotonic() + 2 * SECONDS_PER_CHECK  # the first has torch to import
@@ -200,9 +218,9 @@ def check_apart(numbers: list[int], options: argparse.Namespace) -> dict[int, di
 # ----------------------------------------------------------------------------------------------------------------- time
 
 
-def kernel_times(run: Callable[[], None], rounds: int = 9) -> dict[str, float]:
+def kernel_times(run: Callable[[], None], entries: tuple[str, ...], rounds: int = 9) -> dict[str, float]:
     """Milliseconds of each kernel of a backward, by events around its launch."""
-    times: dict[str, list[float]] = {entry: [] for entry in backward.ENTRIES}
+    times: dict[str, list[float]] = {entry: [] for entry in entries}
     launch = driver.launch
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -220,7 +238,7 @@ def kernel_times(run: Callable[[], None], rounds: int = 9) -> dict[str, float]:
             torch.cuda._sleep(400_000)  # lets the CPU run ahead
             run()
             torch.cuda.synchronize()
-            for entry, (begin, end) in zip(backward.ENTRIES, events, strict=True):
+            for entry, (begin, end) in zip(entries, events, strict=True):
                 times[entry].append(begin.elapsed_time(end))
     finally:
         driver.launch = launch
@@ -288,7 +306,8 @@ def time_problem(
     flops = 10 * batch * heads * seqlen**2 * head_dim / (2 if is_causal else 1)
     rates = {name: flops / ms / 1e9 for name, ms in times.items()}
     best = max(launchers, key=lambda name: rates[name])
-    parts = kernel_times(launchers[best])
+    entries = next(candidate.specialisation.entries for candidate in right if candidate.name == best)
+    parts = kernel_times(launchers[best], entries)
     row = {"problem": f"D={head_dim} S={seqlen} {'causal' if is_causal else 'full'}", "tflops": rates, "best": best}
     named = [
         Candidate(head_dim, is_causal, mode, tiles.choose_backward(head_dim, head_dim, is_causal, seqlen, mode)).name
@@ -307,6 +326,7 @@ def main() -> None:
     parser.add_argument("--only", default="128,64", help="head dimensions")
     parser.add_argument("--lengths", default="2048,512,1024,4096,16384")
     parser.add_argument("--peers", default="cudnn", help="which are timed beside: cudnn, flash, triton")
+    parser.add_argument("--modes", default="default,deterministic")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no further problem is begun")
     parser.add_argument("--compile-only", action="store_true", help="needs no GPU")
@@ -318,6 +338,7 @@ def main() -> None:
         Candidate(head_dim, is_causal, deterministic, tile)
         for head_dim in head_dims
         for deterministic in (False, True)
+        if ("deterministic" if deterministic else "default") in options.modes.split(",")
         for tile in candidates(head_dim, deterministic)
         for is_causal in (False, True)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ MEMORY = 1 << 30
 def cuda(monkeypatch):
     """A driver and a compiler that answer without doing anything; `launches`: what each launch was given."""
     fake = FakeDriver()
-    fake.compiled, fake.launches = [], []
+    fake.compiled, fake.launches, fake.counted = [], [], []
     install_fake_driver(monkeypatch, fake)
     monkeypatch.setattr(forward, "_device", lambda index: ((9, 0), 10))
     monkeypatch.setattr(backward, "_plans", {})
@@ -38,7 +39,7 @@ def cuda(monkeypatch):
 
     monkeypatch.setattr(nvrtc, "compile", compile)
     monkeypatch.setattr(driver, "launch", launch)
-    monkeypatch.setattr(driver, "counters", lambda index, stream: 4096)
+    monkeypatch.setattr(driver, "counters", lambda index, stream, size: fake.counted.append(size) or 4096)
     # The workspace: at a known address, its size kept.
     empty = torch.empty
 
@@ -123,6 +124,33 @@ def test_parameters_of_the_launches(cuda, head_dim, seqlen_q, deterministic):
     for launch in (0, 2):
         (address,) = (ctypes.c_void_p * 1).from_address(cuda.launches[launch][3])
         assert ctypes.string_at(address, 8) == out.data_ptr().to_bytes(8, "little")
+
+
+@pytest.mark.parametrize(("head_dim", "persistent"), [(64, False), (128, True), (256, False)])
+def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent):
+    chosen = tiles.choose_backward(head_dim, head_dim, True, 1400, False)
+    tile = dataclasses.replace(chosen, fused=True, persistent=persistent)
+    monkeypatch.setattr(tiles, "choose_backward", lambda *_: tile)
+    listed = tensors(head_dim=head_dim, seqlen_q=700)
+    run(listed)
+    (launch,) = cuda.launches
+    _, params = params_of(cuda, 0)
+    q_tiles, k_tiles = math.ceil(700 / tile.block_m), math.ceil(500 / tile.block_n)
+    assert params.chunk_tiles * tile.block_m == 512
+    assert params.chunks == math.ceil(2 * q_tiles / params.chunk_tiles)
+    items = 4 * (2 * params.chunks + k_tiles)
+    assert launch[0] == [min(items, 10) if persistent else items, 1, 1]
+    assert params.heads_per_group == 10 // k_tiles
+    # Statistics and sums are the workspace; what is counted lies behind the counters, a number for each key head.
+    assert params.statistics == MEMORY
+    assert params.sums == MEMORY + 4 * 8 * q_tiles * tile.block_m * 2
+    assert cuda.workspace == (params.sums - MEMORY) // 4 + 8 * q_tiles * tile.block_m * head_dim
+    assert (params.counters, params.semaphores) == (4096, 4096 + 128)
+    assert cuda.counted == [128 + 4 * 4]
+    # Where nobody needs the query's gradient there is nothing to finish.
+    listed[6] = None
+    run(listed)
+    assert [launch[0][0] for launch in cuda.launches[1:]] == [8 * q_tiles, 10 if persistent else 4 * k_tiles]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -29,6 +29,9 @@
 // FIRST_STORES: nobody writes zeros to the sums; the block of a head's first keys, which every query tile meets, stores
 // its share, and the others add to a tile once it has. They too take their numbers from a counter.
 //
+// FUSED: the first and the last kernel are items of the main one's list (backward_items.cuh).
+// UNSTAGED: consumers add their shares of grad_query from registers, without staging buffers.
+//
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of BLOCK_M rows, two of dS, all in boxes of 64
 // columns (tma.cuh); BLOCK_M x HEAD_DIM float32 of staging, in the accumulators' own order.
 // Registers: (HEAD_DIM + HEAD_DIM_V) / 2 for the sums; STEP_M / 2 each for S and dP, half of that for P and dS rounded;
@@ -36,7 +39,7 @@
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
 // tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES (2), KEYS_IN_REGISTERS, TURNS, DELTA_FIRST, PERSISTENT, FIRST_STORES,
-// IS_CAUSAL, IS_BF16, DETERMINISTIC.
+// FUSED, UNSTAGED, IS_CAUSAL, IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -52,9 +55,10 @@ static_assert(DS_STAGES == 2, "one is read while the other is written");
 // Where the gradients of keys and values leave from. PERSISTENT: not from the places of the keys and values, which the
 // next tile's come into meanwhile, but from those of dS and, if these are too small, of the staging buffer.
 constexpr bool GRADS_IN_DS = V_BYTES + K_BYTES <= DS_STAGES * DS_BYTES;
-constexpr int PIECES_BYTES = BLOCK_M * HEAD_DIM * 4;
+constexpr int PIECES_BYTES = UNSTAGED ? 0 : BLOCK_M * HEAD_DIM * 4;
 constexpr int STAGING_BYTES = PERSISTENT && !GRADS_IN_DS && PIECES_BYTES < K_BYTES ? K_BYTES : PIECES_BYTES;
 static_assert(!PERSISTENT || V_BYTES <= DS_STAGES * DS_BYTES);
+static_assert(!UNSTAGED || !IN_ORDER);
 
 // Named barriers: of all consumers; and of the turns, one for each warpgroup.
 constexpr int ALL_CONSUMERS = 1, FIRST_TURN = 2;
@@ -214,6 +218,7 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
   const bool is_first = FIRST_STORES && work.k_tile == 0;
   const auto semaphore = [&](int number) { return params.semaphores + (int64_t)number * CONSUMERS + warpgroup; };
   int before = -1;
+  if (UNSTAGED) return;  // the consumers do it
   for_each_tile(work, params, [&](int, int, int number) {
     if (DETERMINISTIC) {
       semaphore_hand_on(before < 0 ? nullptr : semaphore(before), semaphore(number), work.k_tile);
@@ -281,6 +286,8 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   Ring<DO_STAGES>& d = progress.d;
   Ring<DS_STAGES>& s = progress.s;
   uint32_t& sent_phase = progress.sent_phase;
+  const int last_row = (params.q_tiles - 1) * BLOCK_M, end_row = work.first_q_tile * BLOCK_M;
+  int number_before = 0;  // UNSTAGED: of the query tile before, in the workspace
   float grad_key[HEAD_DIM / 2] = {}, grad_value[HEAD_DIM_V / 2] = {};
   float scores[STEP_M / 2], grads[STEP_M / 2];
   LeftOperand<HEAD_DIM> key;
@@ -325,6 +332,16 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     store_fence();
     __syncwarp();
     release(shared.staged(warpgroup));
+  };
+  // Brings a share of grad_query of the tile before to its sums; the tile after that one begins at `first_row`.
+  const auto send_columns = [&](const float (&columns)[PIECE_COLUMNS / 2], int first_row) {
+    if (!UNSTAGED) return stage_columns(columns);
+    float* sums = params.sums + (int64_t)number_before * (BLOCK_M * HEAD_DIM) + piece.offset + threadIdx.x % 128 * 4;
+#pragma unroll
+    for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
+      if (i < piece.groups) reduce_four(sums + i * 128 * 4, columns + 4 * i);
+    // A query head's first tile is followed by the next one's last.
+    number_before += first_row == last_row ? 2 * params.q_tiles - 1 - work.first_q_tile : -1;
   };
   // One query tile, whose first row is `first_row`. `before`: it is not the first one. `more`: it is not the last one.
   const auto step = [&](int first_row, auto before, auto more) {
@@ -422,18 +439,17 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       if (BEFORE) {
         wgmma_wait<1>();
         release(shared.ds_empty(source.stage));
-        stage_columns(columns);
+        send_columns(columns, first_row);
       }
       wgmma_wait<0>();
       if (PARTS == 1) begin_grads(q.stage, 0);  // no registers before
     } else if (BEFORE) {
       wgmma_wait<0>();
       release(shared.ds_empty(source.stage));
-      stage_columns(columns);
+      send_columns(columns, first_row);
     }
   };
 
-  const int last_row = (params.q_tiles - 1) * BLOCK_M, end_row = work.first_q_tile * BLOCK_M;
   int left = work.tiles(params) * group;
   if (left > 0) {
     if (TURNS && warpgroup == 1) named_arrive(FIRST_TURN, 128 * CONSUMERS);  // the first turn is the other's
@@ -445,6 +461,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     wgmma_wait<0>();
     barrier_wait(shared.v_full(), progress.kv_phase);
     value.load(shared.value, 64 * warpgroup);
+    number_before = ((work.batch * params.num_heads + work.kv_head * group) + 1) * params.q_tiles - 1;
     int first_row = last_row;
     const auto advance = [&] {
       --left;
@@ -467,7 +484,12 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     release(shared.ds_empty(source.stage));
     if (PERSISTENT) release(shared.kv_empty());
     progress.kv_phase ^= 1;
-    stage_columns(columns);
+    send_columns(columns, last_row);
+  }
+  if (FUSED && UNSTAGED) {
+    published();
+    named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
+    if (threadIdx.x == 128) semaphore_add(done_of(work, params), CONSUMERS);
   }
 
   if (PERSISTENT) {
@@ -475,7 +497,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     progress.grads_phase ^= 1;
     named_sync(ALL_CONSUMERS, 128 * CONSUMERS);  // all have read dS
     stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.grad_value(), warp_row);
-    if (!GRADS_IN_DS) {
+    if (!GRADS_IN_DS && !UNSTAGED) {
       barrier_wait(shared.sent(warpgroup), sent_phase);
       named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
     }

@@ -111,6 +111,7 @@ class Specialisation(NamedTuple):
             "PERSISTENT": int(tile.persistent),
             "FIRST_STORES": int(tile.first_stores),
             "FUSED": int(tile.fused),
+            "UNSTAGED": int(tile.unstaged),
             "IS_CAUSAL": int(self.is_causal),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),
@@ -124,7 +125,7 @@ class Specialisation(NamedTuple):
         queries = tile.block_m * (tile.q_stages * (padded * 2 + 8) + tile.do_stages * padded_v * 2)
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
         # P on its way to the other warpgroup, or the query's gradient on its way to global memory; both are float32.
-        handed = tile.block_m * (tile.block_n if self.is_wide else self.head_dim) * 4
+        handed = tile.block_m * (tile.block_n if self.is_wide else 0 if tile.unstaged else self.head_dim) * 4
         if tile.persistent and keys > grads:  # the key's gradient leaves from there
             handed = max(handed, tile.block_n * padded * 2)
         return keys + queries + grads + handed + 1024

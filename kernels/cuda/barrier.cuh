@@ -88,9 +88,9 @@ __device__ __forceinline__ void semaphore_wait_least(const int* semaphore, int c
   } while (found < count);
   asm volatile("fence.proxy.async;" ::: "memory");
 }
-__device__ __forceinline__ void semaphore_add(int* semaphore) {
+__device__ __forceinline__ void semaphore_add(int* semaphore, int count = 1) {
   asm volatile("fence.proxy.async;" ::: "memory");
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(semaphore), "r"(count) : "memory");
 }
 // Adds one to `done`, unless it is null, and waits until `next` has reached `count`: less time than one after the
 // other, since the look at `next` and this thread's bulk reductions are in flight together, and one fence serves both.

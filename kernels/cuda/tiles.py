@@ -102,7 +102,8 @@ class BackwardTile:
     block for each multiprocessor, which does one tile of keys after the other. first_stores: the query's gradient needs
     no zeros before, since the block of a head's first keys stores its share, for which the others wait.
 
-    fused: one kernel prepares, computes and finishes, part by part.
+    fused: one kernel prepares, computes and finishes, part by part. unstaged: consumers add their shares of the query's
+    gradient from registers.
     """
 
     block_m: int
@@ -117,6 +118,7 @@ class BackwardTile:
     persistent: bool = False
     first_stores: bool = False
     fused: bool = False
+    unstaged: bool = False
 
     @property
     def num_warpgroups(self) -> int:

@@ -40,26 +40,35 @@ def deterministic():
         torch.use_deterministic_algorithms(False)
 
 
-def use_form(monkeypatch, persistent):
-    """All calls of head_dim up to 128 in the default mode run persistent blocks, or a block for each tile of keys."""
+# Whether blocks are persistent (up to a head_dim of 128), and whether one kernel does all: in the default mode alone.
+FORMS = {
+    "persistent": {"persistent": True, "fused": False},
+    "block for each tile": {"persistent": False, "fused": False},
+    "persistent fused": {"persistent": True, "fused": True},
+    "fused": {"persistent": False, "fused": True},
+}
+
+
+def use_form(monkeypatch, persistent, fused):
+    """All calls in the default mode run this form of the kernels."""
     from torch_flashbackend.kernels.cuda import backward, tiles
 
     chosen = tiles.choose_backward
 
     def choose(head_dim, head_dim_v, is_causal, query_rows, deterministic):
         tile = chosen(head_dim, head_dim_v, is_causal, query_rows, deterministic)
-        if deterministic or max(head_dim, head_dim_v) > 128:
+        if deterministic:
             return tile
-        return dataclasses.replace(tile, persistent=persistent)
+        return dataclasses.replace(tile, fused=fused, persistent=persistent and max(head_dim, head_dim_v) <= 128)
 
     monkeypatch.setattr(tiles, "choose_backward", choose)
     monkeypatch.setattr(backward, "_plans", {})
 
 
-@pytest.fixture(params=[True, False], ids=["persistent", "block for each tile"])
+@pytest.fixture(params=FORMS.values(), ids=FORMS)
 def form(request, monkeypatch):
-    """Whatever the length, the test runs with both forms of the main kernel."""
-    use_form(monkeypatch, request.param)
+    """Whatever the length, the test runs with all forms of the main kernel."""
+    use_form(monkeypatch, **request.param)
 
 
 @pytest.fixture
@@ -219,9 +228,9 @@ def random_hopper_call(seed):
 
 @pytest.mark.parametrize("first", range(0, RANDOM_CALLS, CHUNK))
 def test_random_calls(check_gradients, monkeypatch, first):
-    """The two forms of the main kernel in turn."""
+    """The forms of the main kernel in turn."""
     for seed in range(first, min(first + CHUNK, RANDOM_CALLS)):
-        use_form(monkeypatch, persistent=seed % 2 == 0)
+        use_form(monkeypatch, **list(FORMS.values())[seed % len(FORMS)])
         check_gradients(*random_hopper_call(seed))
 
 
@@ -326,7 +335,7 @@ def test_deterministic_mode_repeats_bit_by_bit(hopper, note, shape, head_dim, is
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, deterministic], ids=["default", "deterministic"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_launches_on_streams_at_once(hopper, head_dim, mode):
+def test_launches_on_streams_at_once(hopper, form, head_dim, mode):
     """They do not share what they count blocks with."""
     call = simple_call(8, 8, 777, head_dim=head_dim, is_causal=True)
     grad_out = gradient_for(call)
@@ -350,7 +359,7 @@ def test_launches_on_streams_at_once(hopper, head_dim, mode):
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, deterministic], ids=["default", "deterministic"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_cuda_graph_of_forward_and_backward(hopper, note, is_causal, mode):
+def test_cuda_graph_of_forward_and_backward(hopper, note, form, is_causal, mode):
     call = simple_call(2, 4, 500, head_dim=128, kv_heads=2, is_causal=is_causal)
     grad_out = gradient_for(call)
     leaves = call.leaves()
