@@ -246,7 +246,7 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
   }
   if (FUSED) {
     store_wait_written();
-    semaphore_add(done_of(work, params));
+    count_added(work, 1, params);
   }
 }
 
@@ -489,7 +489,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   if (FUSED && UNSTAGED) {
     published();
     named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
-    if (threadIdx.x == 128) semaphore_add(done_of(work, params), CONSUMERS);
+    if (threadIdx.x == 128) count_added(work, CONSUMERS, params);
   }
 
   if (PERSISTENT) {

@@ -292,60 +292,83 @@ __device__ __forceinline__ void prepare_tile(int number, int thread, const Backw
   const float* logsumexp = params.logsumexp + ((int64_t)batch * params.num_heads + head) * params.logsumexp_pitch;
   float* statistics = params.statistics + (int64_t)number * (2 * BLOCK_M);
   const int lane = thread % 8;
-  constexpr int ROWS = BLOCK_M / (THREADS / 8);  // of a thread; all are loaded before any is summed up
-  float delta[ROWS] = {};
+  // Of this thread. Some rows at a time are loaded before any is summed up, as many as there are registers for.
+  constexpr int ROWS = BLOCK_M / (THREADS / 8), COLUMNS = ceil_div(HEAD_DIM_V, 64);
+  constexpr int MOST = COLUMNS == 1 ? 8 : COLUMNS == 2 ? 4 : 2, AT_ONCE = ROWS < MOST ? ROWS : MOST;
+  static_assert(ROWS % AT_ONCE == 0);
+  const auto row_of = [&](int i) { return q_tile * BLOCK_M + i * (THREADS / 8) + thread / 8; };
 #pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
-    const int64_t row = q_tile * BLOCK_M + i * (THREADS / 8) + thread / 8;
-    if (row < params.seqlen_q) {
+  for (int begin = 0; begin < ROWS; begin += AT_ONCE) {
+    uint4 left[AT_ONCE][COLUMNS], right[AT_ONCE][COLUMNS];
+    float base_e[AT_ONCE];
 #pragma unroll
-      for (int column = 8 * lane; column < HEAD_DIM_V; column += 64)
-        if (column < params.head_dim_v)
-          delta[i] += dot(load_eight(out + 2 * (row * params.out_stride_row + column)),
-                          load_eight(grad_out + 2 * (row * params.grad_out_stride_row + column)));
-    }
-  }
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int64_t row = row_of(begin + i);
+      const bool inside = row < params.seqlen_q;
 #pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
-    const int row = i * (THREADS / 8) + thread / 8;
-    delta[i] += __shfl_xor_sync(0xFFFFFFFF, delta[i], 4);
-    delta[i] = quad_sum(delta[i]);
-    if (lane == 0) {
+      for (int j = 0; j < COLUMNS; ++j) {
+        const int column = 8 * lane + 64 * j;
+        const bool wanted = inside && column < params.head_dim_v;
+        left[i][j] = load_eight_if(wanted, out + 2 * (row * params.out_stride_row + column));
+        right[i][j] = load_eight_if(wanted, grad_out + 2 * (row * params.grad_out_stride_row + column));
+      }
       // Rows past the end have probability zero everywhere.
-      const int64_t this_row = q_tile * BLOCK_M + row;
-      statistics[row] = this_row < params.seqlen_q ? logsumexp[this_row] * 1.4426950408889634f : INFINITY_F;
-      statistics[BLOCK_M + row] = -delta[i];
+      base_e[i] = load_float_if(inside && lane == 0, logsumexp + row, INFINITY_F);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      float delta = 0.0f;
+#pragma unroll
+      for (int j = 0; j < COLUMNS; ++j) delta += dot(left[i][j], right[i][j]);
+      delta += __shfl_xor_sync(0xFFFFFFFF, delta, 4);
+      delta = quad_sum(delta);
+      if (lane == 0) {
+        const int row = (begin + i) * (THREADS / 8) + thread / 8;
+        statistics[row] = base_e[i] * 1.4426950408889634f;
+        statistics[BLOCK_M + row] = -delta;
+      }
     }
   }
   if (!FIRST_STORES) {
     float4* sums = (float4*)(params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM));
 #pragma unroll
-    for (int i = thread; i < BLOCK_M * HEAD_DIM / 4; i += THREADS) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = 0; i < BLOCK_M * HEAD_DIM / 4 / THREADS; ++i)
+      sums[i * THREADS + thread] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 }
 
-// A warpgroup's piece of the sums of query tile `number`, scaled and rounded, becomes grad_query; threads hold what
-// they held in the main kernel.
-__device__ __forceinline__ void finish_piece(int number, int warpgroup, const BackwardParams& params) {
-  const int q_tile = number % params.q_tiles, head = number / params.q_tiles % params.num_heads;
-  const int batch = number / params.q_tiles / params.num_heads;
-  const Piece piece(warpgroup);
-  const int lane = threadIdx.x % 32;
-  const float* sums = params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM) + piece.offset + threadIdx.x % 128 * 4;
-  const int first_row = q_tile * BLOCK_M + piece.first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
-  uint8_t* grad_query =
-      (uint8_t*)params.grad_query + 2 * (batch * params.grad_query_stride_batch + head * params.grad_query_stride_head);
-  constexpr int GROUPS = PIECE_COLUMNS / 8, AT_ONCE = GROUPS < 8 ? GROUPS : 8;  // loads in flight
+// The query's gradient is finished in parts: 8 groups of columns of a piece. They are numbered over all query tiles,
+// which are numbered as in the workspace.
+constexpr int PARTS_OF_PIECE = ceil_div(PIECE_COLUMNS, 64);
+constexpr int PARTS_OF_TILE = CONSUMERS * PARTS_OF_PIECE;
+
+// A part of the sums; threads of a warpgroup hold what they held in the main kernel.
+struct FinishedPart {
+  float4 x[8];
+
+  static __device__ __forceinline__ Piece piece_of(int part) { return Piece(part % PARTS_OF_TILE / PARTS_OF_PIECE); }
+  static __device__ __forceinline__ int first_group(int part) { return part % PARTS_OF_PIECE * 8; }
+
+  __device__ __forceinline__ void load(int part, int thread, const BackwardParams& params) {
+    const Piece piece = piece_of(part);
+    const float* sums = params.sums + (int64_t)(part / PARTS_OF_TILE) * (BLOCK_M * HEAD_DIM) + piece.offset +
+                        first_group(part) * 128 * 4 + thread * 4;
 #pragma unroll
-  for (int begin = 0; begin < GROUPS; begin += AT_ONCE) {
-    float4 x[round_up(AT_ONCE, 4)];
+    for (int i = 0; i < 8; ++i)
+      if (first_group(part) + i < piece.groups) x[i] = load_four(sums + i * 128 * 4);
+  }
+  // Scaled and rounded, into grad_query.
+  __device__ __forceinline__ void store(int part, int thread, const BackwardParams& params) const {
+    const int number = part / PARTS_OF_TILE;
+    const int q_tile = number % params.q_tiles, head = number / params.q_tiles % params.num_heads;
+    const int batch = number / params.q_tiles / params.num_heads;
+    const Piece piece = piece_of(part);
+    const int lane = thread % 32;
+    const int first_row = q_tile * BLOCK_M + piece.first_row + thread / 32 * 16 + lane / 4;
+    uint8_t* grad_query = (uint8_t*)params.grad_query +
+                          2 * (batch * params.grad_query_stride_batch + head * params.grad_query_stride_head);
 #pragma unroll
-    for (int i = 0; i < round_up(AT_ONCE, 4); ++i) {
-      x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (begin + i < piece.groups) x[i] = load_four(sums + (begin + i) * 128 * 4);
-    }
-#pragma unroll
-    for (int four = 0; four < AT_ONCE; four += 4) {
+    for (int four = 0; four < 8; four += 4) {
       uint32_t words[2][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -353,7 +376,7 @@ __device__ __forceinline__ void finish_piece(int number, int warpgroup, const Ba
         words[1][i] = pack(x[four + i].z * params.softmax_scale, x[four + i].w * params.softmax_scale);
       }
       // Now lane i of a quad gets all 8 columns of group i.
-      const int group = begin + four + lane % 4, column = piece.first_column + 8 * group;
+      const int group = first_group(part) + four + lane % 4, column = piece.first_column + 8 * group;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         quad_transpose(words[half], lane);
@@ -362,6 +385,21 @@ __device__ __forceinline__ void finish_piece(int number, int warpgroup, const Ba
           store_eight(grad_query + 2 * (row * params.grad_query_stride_row + column), words[half]);
       }
     }
+  }
+};
+
+// Of the parts from `first` to `end`, every `step`th, AT_ONCE at a time: at the end perhaps one that another warpgroup
+// stores as well.
+template <int AT_ONCE>
+__device__ __forceinline__ void finish_parts(int first, int end, int step, const BackwardParams& params) {
+#pragma unroll 1
+  for (int part = first; part < end; part += AT_ONCE * step) {
+    const int thread = opaque(threadIdx.x % 128);
+    FinishedPart parts[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) parts[i].load(min(part + i * step, end - 1), thread, params);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) parts[i].store(min(part + i * step, end - 1), thread, params);
   }
 }
 
@@ -376,6 +414,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
 }
 extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
     const __grid_constant__ BackwardParams params) {
-  finish_piece(blockIdx.x, threadIdx.x / 128, params);
+  const int first = blockIdx.x * PARTS_OF_TILE;
+  finish_parts<1>(first + threadIdx.x / 128, first + PARTS_OF_TILE, CONSUMERS, params);
 }
 #endif

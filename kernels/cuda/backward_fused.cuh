@@ -13,16 +13,14 @@ __device__ __forceinline__ void do_item(const Item& item, int warpgroup, bool le
   if (item.kind == PREPARE) {
 #pragma unroll 1
     for (int tile = warpgroup; tile < count; tile += WARPGROUPS)
-      prepare_tile<128>(number + tile, threadIdx.x % 128, params);
+      prepare_tile<128>(number + tile, opaque(threadIdx.x % 128), params);
     published();
     meet();
     if (leader) semaphore_add(done);
   } else {
     if (leader) semaphore_wait_least(done, done_before(FINISH, params));
     meet();
-#pragma unroll 1
-    for (int piece = warpgroup; piece < count * CONSUMERS; piece += WARPGROUPS)
-      finish_piece(number + piece / CONSUMERS, piece % CONSUMERS, params);
+    finish_parts<2>(number * PARTS_OF_TILE + warpgroup, (number + count) * PARTS_OF_TILE, WARPGROUPS, params);
     // Whoever is the last has nobody left who looks at the number.
     if (leader && atomicAdd(done, 1) == done_before(FINISH, params) + params.chunks - 1) *done = 0;
   }

@@ -53,3 +53,9 @@ __device__ __forceinline__ int* done_of(const Work& work, const BackwardParams& 
 __device__ __forceinline__ void wait_until_prepared(const Work& work, const BackwardParams& params) {
   semaphore_wait_least(done_of(work, params), done_before(COMPUTE, params));
 }
+// By one thread, once `count` shares of a tile of keys have been added. A tile that no query sees must
+// not be counted before the preparations.
+__device__ __forceinline__ void count_added(const Work& work, int count, const BackwardParams& params) {
+  if (work.tiles(params) == 0) wait_until_prepared(work, params);
+  semaphore_add(done_of(work, params), count);
+}

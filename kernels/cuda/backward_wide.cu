@@ -268,7 +268,7 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
   if (FUSED) {
     published();
     named_sync(4, 128);
-    if (threadIdx.x == 384) semaphore_add(done_of(work, params));
+    if (threadIdx.x == 384) count_added(work, CONSUMERS, params);
   }
   named_sync(1, 384);
 }

@@ -16,6 +16,13 @@ __device__ __forceinline__ int uniform(int x) {
   return __shfl_sync(0xFFFFFFFF, x, 0);
 }
 
+// The same value, but what depends on it stays where it is: the compiler computes it anew rather than before a loop,
+// where it would take registers all the time.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("mov.b32 %0, %0;" : "+r"(x));
+  return x;
+}
+
 // Two float32 rounded to 16 bits, `low` in the lower half.
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   uint32_t pair;
@@ -69,11 +76,21 @@ __device__ __forceinline__ float4 load_four(const float* address) {
                : "memory");
   return x;
 }
-__device__ __forceinline__ uint4 load_eight(const uint8_t* address) {
+// What the launch only reads, or zeros without looking: predicated loads, not branches, so that many are in flight.
+__device__ __forceinline__ uint4 load_eight_if(bool wanted, const uint8_t* address) {
   uint4 x;
-  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(address));
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+      : "l"(address), "r"((uint32_t)wanted));
+  return x;
+}
+__device__ __forceinline__ float load_float_if(bool wanted, const float* address, float otherwise) {
+  float x;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\nmov.f32 %0, %2;\n@p ld.global.nc.f32 %0, [%1];\n}"
+               : "=&f"(x)
+               : "l"(address), "f"(otherwise), "r"((uint32_t)wanted));
   return x;
 }
 __device__ __forceinline__ void store_eight(uint8_t* address, const uint32_t (&x)[4]) {
