@@ -50,7 +50,8 @@ def candidates(head_dim: int, deterministic: bool) -> list[BackwardTile]:
     change = dataclasses.replace
     if head_dim > 128:
         forms = chosen[:1]
-        neighbours = [] if deterministic else [change(forms[0], fused=not forms[0].fused)]
+        fused = [change(forms[0], fused=not forms[0].fused), change(forms[0], fused=True, paired=True, ds_stages=1)]
+        neighbours = [] if deterministic else fused[: 2 if head_dim > 192 else 1]
     elif deterministic:
         forms, neighbours = chosen[:1], []
     else:

@@ -26,6 +26,7 @@ struct BackwardParams {
 };
 
 constexpr int CONSUMERS = BLOCK_N / 64;
+constexpr int BLOCKS_OF_CLUSTER = PAIRED ? 2 : 1;
 // Whether blocks wait for one another: those waited for have lower numbers, which must have begun.
 constexpr bool IN_ORDER = DETERMINISTIC || FIRST_STORES;
 static_assert(!(FUSED && IN_ORDER));
@@ -76,10 +77,11 @@ struct Item {
 
 __device__ __forceinline__ Work work_of(const Item& item, const BackwardParams& params) {
   Work work;
-  work.k_tile = item.index;
+  work.k_tile = item.index * BLOCKS_OF_CLUSTER + cluster_rank();
   work.batch = item.head / params.num_kv_heads;
   work.kv_head = item.head % params.num_kv_heads;
-  work.first_q_tile = IS_CAUSAL ? work.k_tile * BLOCK_N / BLOCK_M : 0;
+  // The blocks of a cluster visit the same tiles.
+  work.first_q_tile = IS_CAUSAL ? item.index * BLOCKS_OF_CLUSTER * BLOCK_N / BLOCK_M : 0;
   return work;
 }
 
@@ -102,16 +104,16 @@ __device__ __forceinline__ Item item_at(int number, const BackwardParams& params
 // takes it into shared memory; after a barrier, all ask for it.
 constexpr bool TICKETS = IN_ORDER || FUSED;
 __device__ __forceinline__ void take_ticket(uint32_t ticket, const BackwardParams& params) {
-  if (TICKETS) write_word(ticket, atomicAdd(params.counters, 1));
+  if (TICKETS && cluster_rank() == 0) write_word(ticket, atomicAdd(params.counters, 1));
 }
 __device__ __forceinline__ int block_number(uint32_t ticket, const BackwardParams& params) {
-  if (!TICKETS) return blockIdx.x;
+  if (!TICKETS) return blockIdx.x / BLOCKS_OF_CLUSTER;
   // The last block to get here leaves the counters as it found them: all have taken their numbers.
   if (threadIdx.x == 0 && atomicAdd(params.counters + 1, 1) == gridDim.x - 1) {
     params.counters[0] = 0;
     params.counters[1] = 0;
   }
-  return uniform(read_word(ticket));
+  return uniform(PAIRED ? read_word_remote(in_block(ticket, 0)) : read_word(ticket));
 }
 
 // Calls `visit(query head, query tile, the tile's number in the workspace)` for all that a block works on, in order.
@@ -180,9 +182,15 @@ struct LeftOperand {
   }
   // result[64 keys, STEP_M queries] (+)= this rows^T, rows [STEP_M, COLUMNS] in a tile of BLOCK_M
   __device__ __forceinline__ void multiply(float (&result)[STEP_M / 2], uint32_t rows, bool accumulate = false) const {
+    multiply_part<0, COLUMNS>(result, rows, accumulate);
+  }
+  // The same of columns FIRST to END, the first of which `rows` begins with; adds unless FIRST is 0.
+  template <int FIRST, int END>
+  __device__ __forceinline__ void multiply_part(float (&result)[STEP_M / 2], uint32_t rows,
+                                                bool accumulate = false) const {
 #pragma unroll
-    for (int k = 0; k < COLUMNS / 16; ++k) {
-      const uint32_t right = moved(rows, column_group<BLOCK_M>(k));
+    for (int k = FIRST / 16; k < END / 16; ++k) {
+      const uint32_t right = moved(rows, column_group<BLOCK_M>(k - FIRST / 16));
       if constexpr (KEYS_IN_REGISTERS)
         Wgmma<STEP_M>::rs_rows(result, words + 4 * k, right, accumulate || k > 0);
       else

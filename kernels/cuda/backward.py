@@ -112,6 +112,7 @@ class Specialisation(NamedTuple):
             "FIRST_STORES": int(tile.first_stores),
             "FUSED": int(tile.fused),
             "UNSTAGED": int(tile.unstaged),
+            "PAIRED": int(tile.paired),
             "IS_CAUSAL": int(self.is_causal),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),
@@ -125,6 +126,10 @@ class Specialisation(NamedTuple):
         queries = tile.block_m * (tile.q_stages * (padded * 2 + 8) + tile.do_stages * padded_v * 2)
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
         # P on its way to the other warpgroup, or the query's gradient on its way to global memory; both are float32.
+        if tile.paired:  # halves of grad_out, and the other block's keys and dS
+            queries = tile.block_m * (tile.q_stages * (padded * 2 + 8) + 3 * padded_v)
+            keys += tile.block_n * padded
+            grads *= 2
         handed = tile.block_m * (tile.block_n if self.is_wide else 0 if tile.unstaged else self.head_dim) * 4
         if tile.persistent and keys > grads:  # the key's gradient leaves from there
             handed = max(handed, tile.block_n * padded * 2)
@@ -274,12 +279,14 @@ class Plan:
             spec = spec._replace(tile=dataclasses.replace(spec.tile, fused=False))
         self.specialisation = spec
         tile = spec.tile
-        q_tiles, k_tiles = math.ceil(seqlen_q / tile.block_m), math.ceil(seqlen_k / tile.block_n)
+        cluster = 2 if tile.paired else 1  # of blocks, whose tiles of keys count as one
+        q_tiles, k_tiles = math.ceil(seqlen_q / tile.block_m), math.ceil(seqlen_k / (tile.block_n * cluster))
         all_q_tiles, blocks = q_tiles * batch * heads, k_tiles * batch * kv_heads
         chunk_tiles = max(1, _CHUNK_ROWS // tile.block_m)
         chunks = math.ceil(q_tiles * (heads // kv_heads) / chunk_tiles)
         if tile.fused:
             blocks += 2 * chunks * batch * kv_heads
+        blocks *= cluster
         if max(all_q_tiles, blocks) > _MAX_BLOCKS:
             raise KernelUnavailable(f"{max(all_q_tiles, blocks)} tiles are more than 32 bits count")
         # One allocation: statistics, sums, semaphores, each at a multiple of 16 bytes. The query's gradient, which the
@@ -312,13 +319,13 @@ class Plan:
         _, num_sms = forward._device(index)
         head_bytes = query_rows * (head_dim * 6 + head_dim_v * 2)
         # Enough for a wave of blocks, however large.
-        heads_per_group = max(_L2_BYTES // head_bytes, math.ceil(num_sms / k_tiles))
+        heads_per_group = max(_L2_BYTES // head_bytes, math.ceil(num_sms / (k_tiles * cluster)))
         if deterministic and is_causal:
             # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
             heads_per_group = max(heads_per_group, math.ceil(num_sms / 3))
         if tile.fused:
             # The sums of three groups are to stay in L2.
-            heads_per_group = max(1, num_sms // k_tiles)
+            heads_per_group = max(1, num_sms // (k_tiles * cluster))
         self._params = BackwardParams(
             **strides,
             batch=batch,

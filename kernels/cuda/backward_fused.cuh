@@ -1,8 +1,8 @@
 // FUSED: how blocks do the items that are not COMPUTE (backward_items.cuh). Part of backward.cuh.
 #pragma once
 
-// An item that is not COMPUTE, by WARPGROUPS warpgroups of which this is `warpgroup`. `meet` waits for all of their
-// threads; one of them is the `leader`, who speaks for all.
+// An item that is not COMPUTE, by WARPGROUPS warpgroups of the cluster of which this is `warpgroup`. `meet` waits for
+// all of their threads in this block, for which one of them speaks, the `leader`.
 template <int WARPGROUPS, class Meet>
 __device__ __forceinline__ void do_item(const Item& item, int warpgroup, bool leader, const BackwardParams& params,
                                         const Meet& meet) {
@@ -22,6 +22,6 @@ __device__ __forceinline__ void do_item(const Item& item, int warpgroup, bool le
     meet();
     finish_parts<2>(number * PARTS_OF_TILE + warpgroup, (number + count) * PARTS_OF_TILE, WARPGROUPS, params);
     // Whoever is the last has nobody left who looks at the number.
-    if (leader && atomicAdd(done, 1) == done_before(FINISH, params) + params.chunks - 1) *done = 0;
+    if (leader && atomicAdd(done, 1) == done_before(FINISH, params) + BLOCKS_OF_CLUSTER * params.chunks - 1) *done = 0;
   }
 }

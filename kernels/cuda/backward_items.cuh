@@ -44,7 +44,7 @@ __device__ __forceinline__ Item fused_item_at(int number, const BackwardParams& 
 
 // What must have been done of a head before an item of this kind.
 __device__ __forceinline__ int done_before(Kind kind, const BackwardParams& params) {
-  return params.chunks + (kind == FINISH ? params.k_tiles * CONSUMERS : 0);
+  return BLOCKS_OF_CLUSTER * (params.chunks + (kind == FINISH ? params.k_tiles * CONSUMERS : 0));
 }
 __device__ __forceinline__ int* done_of(const Work& work, const BackwardParams& params) {
   return params.semaphores + (work.batch * params.num_kv_heads + work.kv_head);

@@ -11,6 +11,14 @@
 // registers spares the staging of a tile of grad_query, 64 KB at a head_dim of 256; the sums' order in memory is the
 // accumulators' own, so a warp adds 512 bytes that lie together.
 //
+// PAIRED: a cluster of two blocks has two tiles of keys that follow each other, and each block computes half of the
+// columns of grad_query for the keys of both, so that only half as much is added in global memory, which binds
+// otherwise. For that, each sends its dS to the other, by a thread of the loading warpgroup, and has the other's keys
+// in the columns of its half. There is room for it because grad_out comes in halves of its columns, three of which are
+// there at a time. Both visit the same query tiles: in a causal call the second block sees nothing of the last one.
+// They run in step: dS of a tile is overwritten once both blocks have used it, of which the arrivals on `ds_empty`
+// tell.
+//
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of 64 rows, P (float32), DS_STAGES of dS.
 // Registers: HEAD_DIM / 2 for a sum, 32 for S or dP, 16 for either rounded, of 208; 32 for a box of grad_query, of 72.
 //
@@ -25,17 +33,27 @@ static_assert(Q_STAGES > 1);
 constexpr int THREADS = 512;
 constexpr int PRODUCER_REGISTERS = 24, SUM_REGISTERS = 208, QUERY_REGISTERS = 72;
 constexpr int P_BYTES = BLOCK_M * BLOCK_N * 4;
+// grad_out arrives in portions of its columns, into a ring of slots.
+constexpr int DO_PORTIONS = PAIRED ? 2 : 1, DO_SLOTS = PAIRED ? 3 : DO_STAGES;
+constexpr int PORTION_COLUMNS = PAIRED ? 128 : HEAD_DIM_V, PORTION_BYTES = DO_BYTES / DO_PORTIONS;
+static_assert(!PAIRED || (HEAD_DIM > 192 && HEAD_DIM_V > 192 && !DETERMINISTIC));
+// PAIRED: the other block's keys in this one's columns of grad_query, and its dS.
+constexpr int HALF_BOXES = 2, OTHER_KEY_BYTES = PAIRED ? HALF_BOXES * BLOCK_N * BOX_ROW_BYTES : 0;
+constexpr int OTHER_DS_BYTES = PAIRED ? DS_STAGES * DS_BYTES : 0;
 
 // Byte addresses in shared memory.
 struct Shared {
-  uint32_t key, value, query, grad_out, grad_scores, probabilities, statistics, ticket, barriers;
+  uint32_t key, value, other_key, query, grad_out, grad_scores, other_grad_scores, probabilities, statistics, ticket;
+  uint32_t barriers;
   __device__ explicit Shared(uint32_t base)
       : key(base),
         value(key + K_BYTES),
-        query(value + V_BYTES),
+        other_key(value + V_BYTES),
+        query(other_key + OTHER_KEY_BYTES),
         grad_out(query + Q_STAGES * Q_BYTES),
-        grad_scores(grad_out + DO_STAGES * DO_BYTES),
-        probabilities(grad_scores + DS_STAGES * DS_BYTES),
+        grad_scores(grad_out + DO_SLOTS * PORTION_BYTES),
+        other_grad_scores(grad_scores + DS_STAGES * DS_BYTES),
+        probabilities(other_grad_scores + OTHER_DS_BYTES),
         statistics(probabilities + P_BYTES),
         ticket(statistics + Q_STAGES * STATISTICS_BYTES),
         barriers(ticket + 16) {}
@@ -46,10 +64,12 @@ struct Shared {
   __device__ uint32_t p_empty() const { return barrier(3); }
   __device__ uint32_t q_full(int stage) const { return barrier(4 + stage); }
   __device__ uint32_t q_empty(int stage) const { return barrier(4 + Q_STAGES + stage); }
-  __device__ uint32_t do_full(int stage) const { return barrier(4 + 2 * Q_STAGES + stage); }
-  __device__ uint32_t do_empty(int stage) const { return barrier(4 + 2 * Q_STAGES + DO_STAGES + stage); }
-  __device__ uint32_t ds_full(int stage) const { return barrier(4 + 2 * Q_STAGES + 2 * DO_STAGES + stage); }
+  __device__ uint32_t do_full(int slot) const { return barrier(4 + 2 * Q_STAGES + slot); }
+  __device__ uint32_t do_empty(int slot) const { return do_full(DO_SLOTS + slot); }
+  __device__ uint32_t ds_full(int stage) const { return do_full(2 * DO_SLOTS + stage); }
   __device__ uint32_t ds_empty(int stage) const { return ds_full(DS_STAGES + stage); }
+  __device__ uint32_t other_ds_full(int stage) const { return ds_full(2 * DS_STAGES + stage); }
+  __device__ uint32_t other_k_full() const { return ds_full(3 * DS_STAGES); }
 };
 
 __device__ __forceinline__ void release(uint32_t barrier) {
@@ -65,6 +85,61 @@ __device__ __forceinline__ uint32_t handed_over(const Shared& shared, int group)
   return shared.probabilities + group * 128 * 16 + threadIdx.x % 128 * 16;
 }
 
+// The loading thread.
+__device__ __forceinline__ void load_tiles(const TensorMap& query_map, const TensorMap& key_map,
+                                           const TensorMap& value_map, const TensorMap& grad_out_map, const Work& work,
+                                           const BackwardParams& params, const Shared& shared) {
+  uint32_t loaded = 0;  // query tiles
+  for_each_tile(work, params, [&](int head, int tile, int number) {
+    const auto q = Ring<Q_STAGES>::at(loaded);
+    const bool first = loaded == 0;
+    // In the order in which the consumers need them.
+    if (first) {
+      load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key, shared.k_full(), work.k_tile * BLOCK_N, work.kv_head,
+                                   work.batch);
+      if (FUSED) wait_until_prepared(work, params);
+    }
+    barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
+    load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
+                                 head, work.batch);
+    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (2 * BLOCK_M),
+                                 shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
+    if (first)
+      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value, shared.v_full(), work.k_tile * BLOCK_N, work.kv_head,
+                                     work.batch);
+#pragma unroll
+    for (int portion = 0; portion < DO_PORTIONS; ++portion) {
+      const auto d = Ring<DO_SLOTS>::at(DO_PORTIONS * loaded + portion);
+      barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
+      load_rows<BLOCK_M, PORTION_COLUMNS>(grad_out_map, shared.grad_out + d.stage * PORTION_BYTES,
+                                          shared.do_full(d.stage), tile * BLOCK_M, head, work.batch,
+                                          portion * PORTION_COLUMNS);
+    }
+    if (PAIRED && first)
+      load_rows<BLOCK_N, HALF_BOXES * BOX_COLUMNS>(key_map, shared.other_key, shared.other_k_full(),
+                                                   (work.k_tile ^ 1) * BLOCK_N, work.kv_head, work.batch,
+                                                   cluster_rank() * HALF_BOXES * BOX_COLUMNS);
+    ++loaded;
+  });
+}
+
+// PAIRED: a thread that sends each dS to the other block. That one's place for it is free once ds_empty has let the
+// gradients' warpgroup write this one.
+__device__ __forceinline__ void send_grad_scores(int tiles, const Shared& shared) {
+  Ring<DS_STAGES> s;
+  const int other = cluster_rank() ^ 1;
+#pragma unroll 1
+  for (; tiles > 0; --tiles) {
+    barrier_wait(shared.ds_full(s.stage), s.phase);
+    // For what the other one sends, perhaps has sent; what it sent into this stage before has been used.
+    barrier_arrive_expect(shared.other_ds_full(s.stage), DS_BYTES);
+    send_bytes<DS_BYTES>(shared.grad_scores + s.stage * DS_BYTES,
+                         in_block(shared.other_grad_scores + s.stage * DS_BYTES, other),
+                         in_block(shared.other_ds_full(s.stage), other));
+    s.advance();
+  }
+}
+
 // The warpgroup of S and grad_value.
 __device__ __forceinline__ void consume_scores(const TensorMap& grad_value_map, const Work& work, int tiles,
                                                const BackwardParams& params, const Shared& shared) {
@@ -74,7 +149,7 @@ __device__ __forceinline__ void consume_scores(const TensorMap& grad_value_map, 
   const int last_row = (params.q_tiles - 1) * BLOCK_M, end_row = work.first_q_tile * BLOCK_M;
   const bool ends = first_key + BLOCK_N > params.seqlen_k;
   Ring<Q_STAGES> q;
-  Ring<DO_STAGES> d;
+  Ring<DO_SLOTS> d;
   uint32_t p_phase = 1;  // the place of the probabilities is free at first
   float grad_value[HEAD_DIM_V / 2] = {};
   float scores[BLOCK_M / 2];
@@ -105,20 +180,33 @@ __device__ __forceinline__ void consume_scores(const TensorMap& grad_value_map, 
     release_together(shared.p_full());
     uint32_t probabilities[BLOCK_M / 4];
     pack_all(probabilities, scores);
+    const auto before = d;
     barrier_wait(shared.do_full(d.stage), d.phase);
     wgmma_fence();
-    accumulate_product<HEAD_DIM_V>(grad_value, probabilities, shared.grad_out + d.stage * DO_BYTES);
-    wgmma_commit();
-    if constexpr (decltype(more)::value) {
-      issue_scores();
-      wgmma_wait<1>();
-      release(shared.do_empty(d.stage));
-      wgmma_wait<0>();
-    } else {
-      wgmma_wait<0>();
-      release(shared.do_empty(d.stage));
-    }
+    const uint32_t grad_out = shared.grad_out + d.stage * PORTION_BYTES;
     d.advance();
+    if constexpr (PAIRED) {
+      constexpr int NOW = PORTION_COLUMNS / 2, REST = PAIRED ? HEAD_DIM_V / 2 - NOW : NOW;
+      accumulate_product<2 * NOW>(*reinterpret_cast<float (*)[NOW]>(grad_value), probabilities, grad_out);
+      wgmma_commit();
+      barrier_wait(shared.do_full(d.stage), d.phase);
+      wgmma_fence();
+      accumulate_product<2 * REST>(*reinterpret_cast<float (*)[REST]>(grad_value + NOW), probabilities,
+                                   shared.grad_out + d.stage * PORTION_BYTES);
+      d.advance();
+    } else {
+      accumulate_product<HEAD_DIM_V>(grad_value, probabilities, grad_out);
+    }
+    wgmma_commit();
+    if constexpr (decltype(more)::value) issue_scores();
+    constexpr int LATER = decltype(more)::value;
+    if constexpr (PAIRED) {
+      wgmma_wait<LATER + 1>();
+      release(shared.do_empty(before.stage));
+    }
+    wgmma_wait<LATER>();
+    release(shared.do_empty(d.previous().stage));
+    wgmma_wait<0>();
   };
 
   if (tiles > 0) {
@@ -149,7 +237,7 @@ __device__ __forceinline__ void consume_gradients(const TensorMap& grad_key_map,
                                                   const BackwardParams& params, const Shared& shared) {
   const int quad_lane = threadIdx.x % 4, warp_row = threadIdx.x % 128 / 32 * 16;
   Ring<Q_STAGES> q;
-  Ring<DO_STAGES> d;
+  Ring<DO_SLOTS> d;
   Ring<DS_STAGES> s;
   uint32_t p_phase = 0;
   float grad_key[HEAD_DIM / 2] = {};
@@ -157,10 +245,25 @@ __device__ __forceinline__ void consume_gradients(const TensorMap& grad_key_map,
   LeftOperand<HEAD_DIM_V> value;
 
   const auto issue_grads = [&] {
-    barrier_wait(shared.do_full(d.stage), d.phase);
+    auto at = d;
+    barrier_wait(shared.do_full(at.stage), at.phase);
     wgmma_fence();
-    value.multiply(grads, descriptor(shared.grad_out + d.stage * DO_BYTES, 0));
+    value.template multiply_part<0, PORTION_COLUMNS>(grads, descriptor(shared.grad_out + at.stage * PORTION_BYTES, 0));
+    if constexpr (PAIRED) {
+      at.advance();
+      barrier_wait(shared.do_full(at.stage), at.phase);
+      wgmma_fence();
+      value.template multiply_part<PORTION_COLUMNS, HEAD_DIM_V>(
+          grads, descriptor(shared.grad_out + at.stage * PORTION_BYTES, 0));
+    }
     wgmma_commit();
+  };
+  const auto release_grad_out = [&] {
+#pragma unroll
+    for (int portion = 0; portion < DO_PORTIONS; ++portion) {
+      release(shared.do_empty(d.stage));
+      d.advance();
+    }
   };
   const auto step = [&](auto more) {
     const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + BLOCK_M * 4 + quad_lane * 8;
@@ -192,8 +295,7 @@ __device__ __forceinline__ void consume_gradients(const TensorMap& grad_key_map,
       wgmma_wait<1>();
       release(shared.q_empty(q.stage));
       wgmma_wait<0>();
-      release(shared.do_empty(d.stage));
-      d.advance();
+      release_grad_out();
     } else {
       wgmma_wait<0>();
       release(shared.q_empty(q.stage));
@@ -206,8 +308,7 @@ __device__ __forceinline__ void consume_gradients(const TensorMap& grad_key_map,
     value.load(shared.value, 0);
     issue_grads();
     wgmma_wait<0>();
-    release(shared.do_empty(d.stage));
-    d.advance();
+    release_grad_out();
 #pragma unroll 1
     for (; tiles > 1; --tiles) step(Flag<true>());
     step(Flag<false>());
@@ -240,10 +341,39 @@ __device__ __forceinline__ void add_columns(float* sums, uint32_t grad_scores, u
   for (int group = 0; group < COLUMNS / 8; ++group) reduce_four(to + group * 128 * 4, columns + 4 * group);
 }
 
+// PAIRED: a box of this block's half of grad_query, from the keys of both blocks.
+__device__ __forceinline__ void add_box_of_pair(float* sums, uint32_t grad_scores, uint32_t other_grad_scores, int box,
+                                                const Shared& shared) {
+  constexpr int BOX_BYTES = BLOCK_N * BOX_ROW_BYTES;
+  const int column_box = cluster_rank() * HALF_BOXES + box;
+  const uint32_t key = descriptor(shared.key + column_box * BOX_BYTES, 0);
+  const uint32_t other_key = descriptor(shared.other_key + box * BOX_BYTES, 0);
+  float columns[BOX_COLUMNS / 2];
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < BLOCK_N / 16; ++k)
+    Wgmma<BOX_COLUMNS>::ss_columns(columns, moved(grad_scores, column_group<BLOCK_M>(k)),
+                                   moved(key, k * 16 * BOX_ROW_BYTES), k > 0);
+#pragma unroll
+  for (int k = 0; k < BLOCK_N / 16; ++k)
+    Wgmma<BOX_COLUMNS>::ss_columns(columns, moved(other_grad_scores, column_group<BLOCK_M>(k)),
+                                   moved(other_key, k * 16 * BOX_ROW_BYTES), true);
+  wgmma_commit();
+  wgmma_wait<0>();
+  float* to = sums + (column_box * (BOX_COLUMNS / 8) * 128 + threadIdx.x % 128) * 4;
+#pragma unroll
+  for (int group = 0; group < BOX_COLUMNS / 8; ++group)
+    if (HEAD_DIM % BOX_COLUMNS == 0 || column_box * BOX_COLUMNS + 8 * group < HEAD_DIM)
+      reduce_four(to + group * 128 * 4, columns + 4 * group);
+}
+
 // The warpgroup of grad_query.
 __device__ __forceinline__ void consume_queries(const Work& work, const BackwardParams& params, const Shared& shared) {
   Ring<DS_STAGES> s;
-  if (work.tiles(params) > 0) barrier_wait(shared.k_full(), 0);
+  if (work.tiles(params) > 0) {
+    barrier_wait(shared.k_full(), 0);
+    if (PAIRED) barrier_wait(shared.other_k_full(), 0);
+  }
   for_each_tile(work, params, [&](int, int, int number) {
     float* sums = params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM);
     const uint32_t grad_scores = descriptor(shared.grad_scores + s.stage * DS_BYTES, 0);
@@ -252,11 +382,19 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
       if (threadIdx.x == 384) semaphore_wait(params.semaphores + number, work.k_tile);
       named_sync(4, 128);
     }
+    if constexpr (PAIRED) {
+      barrier_wait(shared.other_ds_full(s.stage), s.phase);
+      const uint32_t other = descriptor(shared.other_grad_scores + s.stage * DS_BYTES, 0);
 #pragma unroll
-    for (int column = 0; column + BOX_COLUMNS <= HEAD_DIM; column += BOX_COLUMNS)
-      add_columns<BOX_COLUMNS>(sums, grad_scores, shared.key, column);
-    constexpr int REST = HEAD_DIM % BOX_COLUMNS;
-    if constexpr (REST > 0) add_columns<REST>(sums, grad_scores, shared.key, HEAD_DIM - REST);
+      for (int box = 0; box < HALF_BOXES; ++box) add_box_of_pair(sums, grad_scores, other, box, shared);
+      if (threadIdx.x % 32 == 0) barrier_arrive_remote(in_block(shared.ds_empty(s.stage), cluster_rank() ^ 1));
+    } else {
+#pragma unroll
+      for (int column = 0; column + BOX_COLUMNS <= HEAD_DIM; column += BOX_COLUMNS)
+        add_columns<BOX_COLUMNS>(sums, grad_scores, shared.key, column);
+      constexpr int REST = HEAD_DIM % BOX_COLUMNS;
+      if constexpr (REST > 0) add_columns<REST>(sums, grad_scores, shared.key, HEAD_DIM - REST);
+    }
     release(shared.ds_empty(s.stage));
     s.advance();
     if (DETERMINISTIC) {
@@ -273,7 +411,12 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
   named_sync(1, 384);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
+#if PAIRED
+#define CLUSTER_OF_BLOCKS __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTER_OF_BLOCKS
+#endif
+extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash_backward(
     const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
     const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap grad_out_map,
     const __grid_constant__ TensorMap grad_key_map, const __grid_constant__ TensorMap grad_value_map,
@@ -297,27 +440,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
       barrier_init(shared.q_full(stage), 2);
       barrier_init(shared.q_empty(stage), 8);
     }
-    for (int stage = 0; stage < DO_STAGES; ++stage) {
-      barrier_init(shared.do_full(stage), 1);
-      barrier_init(shared.do_empty(stage), 8);
+    for (int slot = 0; slot < DO_SLOTS; ++slot) {
+      barrier_init(shared.do_full(slot), 1);
+      barrier_init(shared.do_empty(slot), 8);
     }
     for (int stage = 0; stage < DS_STAGES; ++stage) {
       barrier_init(shared.ds_full(stage), 4);
-      barrier_init(shared.ds_empty(stage), 4);
+      barrier_init(shared.ds_empty(stage), 4 * BLOCKS_OF_CLUSTER);
+      barrier_init(shared.other_ds_full(stage), 1);
     }
+    barrier_init(shared.other_k_full(), 1);
     barrier_init_fence();
   }
-  __syncthreads();
+  const auto meet = [] {
+    if (PAIRED)
+      cluster_sync();
+    else
+      __syncthreads();
+  };
+  meet();
   const Item item = item_at(block_number(shared.ticket, params), params);
   const int warpgroup = uniform(threadIdx.x / 128);
-  if (FUSED && item.kind != COMPUTE)
-    return do_item<THREADS / 128>(item, warpgroup, threadIdx.x == 0, params, [] { __syncthreads(); });
+  if (FUSED && item.kind != COMPUTE) {
+    do_item<BLOCKS_OF_CLUSTER * THREADS / 128>(item, warpgroup + cluster_rank() * (THREADS / 128), threadIdx.x == 0,
+                                               params, [] { __syncthreads(); });
+    if (PAIRED) cluster_sync();  // the other block has read the ticket
+    return;
+  }
   const Work work = work_of(item, params);
   const int tiles = work.tiles(params) * (params.num_heads / params.num_kv_heads);
 
   if (warpgroup == 0) {
     registers_release<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) produce(query_map, key_map, value_map, grad_out_map, work, params, shared);
+    if (threadIdx.x == 0) load_tiles(query_map, key_map, value_map, grad_out_map, work, params, shared);
+    if (PAIRED && threadIdx.x == 32) send_grad_scores(tiles, shared);
   } else if (warpgroup == 1) {
     registers_claim<SUM_REGISTERS>();
     consume_scores(grad_value_map, work, tiles, params, shared);
@@ -328,4 +484,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     registers_release<QUERY_REGISTERS>();
     consume_queries(work, params, shared);
   }
+  // Nobody leaves while the other block may still arrive on barriers here.
+  if (PAIRED) cluster_sync();
 }

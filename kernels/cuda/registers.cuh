@@ -52,6 +52,12 @@ __device__ __forceinline__ int read_word(uint32_t address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
   return word;
 }
+// Of any block of the cluster.
+__device__ __forceinline__ int read_word_remote(uint32_t address) {
+  int word;
+  asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
 __device__ __forceinline__ void store_four(uint32_t address, const float* x) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
                : "memory");

@@ -104,6 +104,9 @@ class BackwardTile:
 
     fused: one kernel prepares, computes and finishes, part by part. unstaged: consumers add their shares of the query's
     gradient from registers.
+
+    Of the kernel for larger ones, with a head_dim above 192: paired: two blocks share the query's gradient of the keys
+    of both; do_stages does not count.
     """
 
     block_m: int
@@ -119,6 +122,7 @@ class BackwardTile:
     first_stores: bool = False
     fused: bool = False
     unstaged: bool = False
+    paired: bool = False
 
     @property
     def num_warpgroups(self) -> int:

@@ -19,15 +19,16 @@ __device__ __forceinline__ void load_box(const TensorMap& map, uint32_t destinat
       : "memory");
 }
 
-// Loads ROWS rows of all columns, box by box: box b lies ROWS * 128 bytes after box b - 1. Counts on `barrier`.
+// Loads ROWS rows of COLUMNS columns, box by box: box b lies ROWS * 128 bytes after box b - 1. Counts on `barrier`.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void load_rows(const TensorMap& map, uint32_t destination, uint32_t barrier, int row,
-                                          int head, int batch) {
+                                          int head, int batch, int first_column = 0) {
   constexpr int BOXES = ceil_div(COLUMNS, BOX_COLUMNS);
   barrier_arrive_expect(barrier, BOXES * ROWS * BOX_ROW_BYTES);
 #pragma unroll
   for (int box = 0; box < BOXES; ++box)
-    load_box(map, destination + box * ROWS * BOX_ROW_BYTES, barrier, box * BOX_COLUMNS, row, head, batch);
+    load_box(map, destination + box * ROWS * BOX_ROW_BYTES, barrier, first_column + box * BOX_COLUMNS, row, head,
+             batch);
 }
 
 // Stores ROWS rows of all columns, laid out as by load_rows; rows and columns outside the tensor are left out.
@@ -47,6 +48,15 @@ __device__ __forceinline__ void load_bytes(const void* source, uint32_t destinat
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
       "l"(source), "n"(BYTES), "r"(barrier)
+      : "memory");
+}
+
+// To another block of the cluster; counts on that one's `barrier`.
+template <int BYTES>
+__device__ __forceinline__ void send_bytes(uint32_t source, uint32_t destination, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+      "r"(source), "n"(BYTES), "r"(barrier)
       : "memory");
 }
 
