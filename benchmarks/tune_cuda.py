@@ -36,8 +36,15 @@ from torch_flashbackend.kernels.cuda.tiles import BackwardTile
 
 TOKENS, WIDTH = 16384, 2048
 # batch, query heads, key heads, seqlen_q, seqlen_k of what is checked.
-# The last one has more tiles of keys than multiprocessors.
-CHECKED = ((1, 1, 1, 128, 128), (2, 4, 2, 333, 400), (1, 2, 1, 513, 190), (1, 8, 8, 1024, 1024), (2, 64, 32, 333, 500))
+# The last ones have more tiles of keys than multiprocessors, and more heads than have sums at a time.
+CHECKED = (
+    (1, 1, 1, 128, 128),
+    (2, 4, 2, 333, 400),
+    (1, 2, 1, 513, 190),
+    (1, 8, 8, 1024, 1024),
+    (2, 64, 32, 333, 500),
+    (16, 32, 32, 200, 260),
+)
 # Errors of bfloat16 gradients relative to their largest element are 0.002 to 0.008.
 LARGEST_ERROR = 0.02
 SECONDS_PER_CHECK = 15.0
@@ -48,19 +55,22 @@ def candidates(head_dim: int, deterministic: bool) -> list[BackwardTile]:
     """What is tried, the table's first: for long calls, then for short ones, then their neighbours."""
     chosen = [tiles.choose_backward(head_dim, head_dim, True, rows, deterministic) for rows in (1 << 20, 1)]
     change = dataclasses.replace
-    if head_dim > 128:
-        forms = chosen[:1]
-        fused = [change(forms[0], fused=not forms[0].fused), change(forms[0], fused=True, paired=True, ds_stages=1)]
-        neighbours = [] if deterministic else fused[: 2 if head_dim > 192 else 1]
-    elif deterministic:
-        forms, neighbours = chosen[:1], []
-    else:
-        forms = [chosen[0], change(chosen[1], persistent=True)]
-        neighbours = [change(tile, fused=not tile.fused) for tile in forms]
-        apart = [change(tile, fused=False) for tile in forms]
-        neighbours += [change(tile, first_stores=True) for tile in apart]
-        if head_dim > 64:
-            neighbours.append(change(forms[0], fused=True, unstaged=True))
+    if deterministic:
+        return chosen[:1]
+    long, short = chosen[0], change(chosen[1], persistent=head_dim <= 128)
+    forms = [long, short]
+    one_kernel = {"fused": True, "recycle": True}
+    neighbours = [change(long, **one_kernel)]
+    if head_dim <= 128:
+        neighbours += [
+            change(short, fused=True, recycle=False),
+            change(short, **one_kernel),
+            change(short, fused=False, recycle=False, first_stores=True),
+        ]
+    if 64 < head_dim <= 128:
+        neighbours.append(change(long, **one_kernel, unstaged=True))
+    if head_dim > 192:
+        neighbours.append(change(long, **one_kernel, paired=True, ds_stages=1))
     return list(dict.fromkeys([*forms, *neighbours]))
 
 

@@ -126,31 +126,34 @@ def test_parameters_of_the_launches(cuda, head_dim, seqlen_q, deterministic):
         assert ctypes.string_at(address, 8) == out.data_ptr().to_bytes(8, "little")
 
 
+@pytest.mark.parametrize("recycle", [False, True])
 @pytest.mark.parametrize(("head_dim", "persistent"), [(64, False), (128, True), (256, False)])
-def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent):
+def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, recycle):
     chosen = tiles.choose_backward(head_dim, head_dim, True, 1400, False)
-    tile = dataclasses.replace(chosen, fused=True, persistent=persistent)
+    tile = dataclasses.replace(chosen, fused=True, recycle=recycle, persistent=persistent)
     monkeypatch.setattr(tiles, "choose_backward", lambda *_: tile)
-    listed = tensors(head_dim=head_dim, seqlen_q=700)
+    listed = tensors(batch=8, head_dim=head_dim, seqlen_q=700)
     run(listed)
     (launch,) = cuda.launches
     _, params = params_of(cuda, 0)
     q_tiles, k_tiles = math.ceil(700 / tile.block_m), math.ceil(500 / tile.block_n)
     assert params.chunk_tiles * tile.block_m == 512
     assert params.chunks == math.ceil(2 * q_tiles / params.chunk_tiles)
-    items = 4 * (2 * params.chunks + k_tiles)
+    items = 16 * (2 * params.chunks + k_tiles)
     assert launch[0] == [min(items, 10) if persistent else items, 1, 1]
     assert params.heads_per_group == 10 // k_tiles
-    # Statistics and sums are the workspace; what is counted lies behind the counters, a number for each key head.
+    # Statistics and sums are the workspace, the sums of four groups of heads or of all.
+    assert params.slots == (min(4 * params.heads_per_group, 16) if recycle else 16)
     assert params.statistics == MEMORY
-    assert params.sums == MEMORY + 4 * 8 * q_tiles * tile.block_m * 2
-    assert cuda.workspace == (params.sums - MEMORY) // 4 + 8 * q_tiles * tile.block_m * head_dim
+    assert params.sums == MEMORY + 4 * 32 * q_tiles * tile.block_m * 2
+    assert cuda.workspace == (params.sums - MEMORY) // 4 + 2 * params.slots * q_tiles * tile.block_m * head_dim
+    # What is counted lies behind the counters: a number for each key head, and one for each of its chunks.
     assert (params.counters, params.semaphores) == (4096, 4096 + 128)
-    assert cuda.counted == [128 + 4 * 4]
+    assert cuda.counted == [128 + 4 * 16 * (1 + params.chunks)]
     # Where nobody needs the query's gradient there is nothing to finish.
     listed[6] = None
     run(listed)
-    assert [launch[0][0] for launch in cuda.launches[1:]] == [8 * q_tiles, 10 if persistent else 4 * k_tiles]
+    assert [launch[0][0] for launch in cuda.launches[1:]] == [32 * q_tiles, 10 if persistent else 16 * k_tiles]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -228,7 +228,7 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
     }
     barrier_wait(shared.staged(warpgroup), phase);
     phase ^= 1;
-    float* sums = params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM) + piece.offset;
+    float* sums = params.sums + (int64_t)(number - work.sums_shift) * (BLOCK_M * HEAD_DIM) + piece.offset;
     if (is_first)
       store_bytes(sums, shared.staging + 4 * piece.offset, piece.groups * 128 * 16);
     else
@@ -287,7 +287,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   Ring<DS_STAGES>& s = progress.s;
   uint32_t& sent_phase = progress.sent_phase;
   const int last_row = (params.q_tiles - 1) * BLOCK_M, end_row = work.first_q_tile * BLOCK_M;
-  int number_before = 0;  // UNSTAGED: of the query tile before, in the workspace
+  int number_before = 0;  // UNSTAGED: of the sums of the query tile before
   float grad_key[HEAD_DIM / 2] = {}, grad_value[HEAD_DIM_V / 2] = {};
   float scores[STEP_M / 2], grads[STEP_M / 2];
   LeftOperand<HEAD_DIM> key;
@@ -461,7 +461,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     wgmma_wait<0>();
     barrier_wait(shared.v_full(), progress.kv_phase);
     value.load(shared.value, 64 * warpgroup);
-    number_before = ((work.batch * params.num_heads + work.kv_head * group) + 1) * params.q_tiles - 1;
+    number_before = ((work.batch * params.num_heads + work.kv_head * group) + 1) * params.q_tiles - 1 - work.sums_shift;
     int first_row = last_row;
     const auto advance = [&] {
       --left;

@@ -13,7 +13,7 @@ struct BackwardParams {
   const float* logsumexp;  // [batch, num_heads, logsumexp_pitch], natural logarithm
   void* grad_query;        // [batch, num_heads, seqlen_q, head_dim], last stride 1
   float* statistics;       // [batch * num_heads * q_tiles, 2, BLOCK_M]: logsumexp in base 2, -delta
-  float* sums;             // [batch * num_heads * q_tiles, BLOCK_M * HEAD_DIM], in the order of `Piece`
+  float* sums;             // [slots, query tiles of a key head, BLOCK_M * HEAD_DIM], in the order of `Piece`
   int* semaphores;         // IN_ORDER: [batch * num_heads * q_tiles, CONSUMERS], who has added so far
   int* counters;           // IN_ORDER, PERSISTENT or FUSED: items begun, blocks done; all zero between launches
   int64_t out_stride_batch, out_stride_head, out_stride_row;  // elements
@@ -22,6 +22,7 @@ struct BackwardParams {
   int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, logsumexp_pitch;
   int q_tiles, k_tiles, heads_per_group;
   int chunks, chunk_tiles;  // FUSED: parts of a key head's query tiles, and how many tiles one has
+  int slots;                // FUSED: key heads that have sums at a time; else there are sums for all
   float softmax_scale, softmax_scale_log2;
 };
 
@@ -64,6 +65,7 @@ struct Piece {
 // What a block does: one tile of keys, and the query tiles from the last down to the first that sees any of them.
 struct Work {
   int k_tile, kv_head, batch, first_q_tile;
+  int sums_shift;  // a query tile's number in the workspace less that of its sums
   __device__ __forceinline__ int tiles(const BackwardParams& params) const {
     return max(params.q_tiles - first_q_tile, 0);
   }
@@ -75,11 +77,17 @@ struct Item {
   int kind, head, index;  // head: key heads counted over the batch; index: a tile of keys, or a chunk of query tiles
 };
 
+// The sums of a key head lie in slot `head` % slots.
+__device__ __forceinline__ int sums_shift(int head, const BackwardParams& params) {
+  return head / params.slots * params.slots * (params.num_heads / params.num_kv_heads * params.q_tiles);
+}
+
 __device__ __forceinline__ Work work_of(const Item& item, const BackwardParams& params) {
   Work work;
   work.k_tile = item.index * BLOCKS_OF_CLUSTER + cluster_rank();
   work.batch = item.head / params.num_kv_heads;
   work.kv_head = item.head % params.num_kv_heads;
+  work.sums_shift = FUSED ? sums_shift(item.head, params) : 0;
   // The blocks of a cluster visit the same tiles.
   work.first_q_tile = IS_CAUSAL ? item.index * BLOCKS_OF_CLUSTER * BLOCK_N / BLOCK_M : 0;
   return work;
@@ -290,7 +298,7 @@ struct Flag {
 // The statistics of a query tile, `number` in the workspace, and zeros for its sums, by THREADS threads of which this
 // is `thread`. Eight lanes share a row.
 template <int THREADS>
-__device__ __forceinline__ void prepare_tile(int number, int thread, const BackwardParams& params) {
+__device__ __forceinline__ void prepare_tile(int number, int sums_shift, int thread, const BackwardParams& params) {
   const int q_tile = number % params.q_tiles, head = number / params.q_tiles % params.num_heads;
   const int batch = number / params.q_tiles / params.num_heads;
   const uint8_t* out =
@@ -338,7 +346,7 @@ __device__ __forceinline__ void prepare_tile(int number, int thread, const Backw
     }
   }
   if (!FIRST_STORES) {
-    float4* sums = (float4*)(params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM));
+    float4* sums = (float4*)(params.sums + (int64_t)(number - sums_shift) * (BLOCK_M * HEAD_DIM));
 #pragma unroll
     for (int i = 0; i < BLOCK_M * HEAD_DIM / 4 / THREADS; ++i)
       sums[i * THREADS + thread] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -399,13 +407,15 @@ struct FinishedPart {
 // Of the parts from `first` to `end`, every `step`th, AT_ONCE at a time: at the end perhaps one that another warpgroup
 // stores as well.
 template <int AT_ONCE>
-__device__ __forceinline__ void finish_parts(int first, int end, int step, const BackwardParams& params) {
+__device__ __forceinline__ void finish_parts(int first, int end, int step, int sums_shift,
+                                             const BackwardParams& params) {
 #pragma unroll 1
   for (int part = first; part < end; part += AT_ONCE * step) {
     const int thread = opaque(threadIdx.x % 128);
     FinishedPart parts[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) parts[i].load(min(part + i * step, end - 1), thread, params);
+    for (int i = 0; i < AT_ONCE; ++i)
+      parts[i].load(min(part + i * step, end - 1) - sums_shift * PARTS_OF_TILE, thread, params);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) parts[i].store(min(part + i * step, end - 1), thread, params);
   }
@@ -417,12 +427,12 @@ __device__ __forceinline__ void finish_parts(int first, int end, int step, const
 // One block for each query tile of each head.
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_prepare(
     const __grid_constant__ BackwardParams params) {
-  prepare_tile<PREPARE_THREADS>(blockIdx.x, threadIdx.x, params);
+  prepare_tile<PREPARE_THREADS>(blockIdx.x, 0, threadIdx.x, params);
   if (IN_ORDER && threadIdx.x < CONSUMERS) params.semaphores[(int64_t)blockIdx.x * CONSUMERS + threadIdx.x] = 0;
 }
 extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
     const __grid_constant__ BackwardParams params) {
   const int first = blockIdx.x * PARTS_OF_TILE;
-  finish_parts<1>(first + threadIdx.x / 128, first + PARTS_OF_TILE, CONSUMERS, params);
+  finish_parts<1>(first + threadIdx.x / 128, first + PARTS_OF_TILE, CONSUMERS, 0, params);
 }
 #endif

@@ -38,7 +38,7 @@ _PREPARE_THREADS = 256
 _L2_BYTES = 32 << 20
 _MAX_BLOCKS = 2**31 - 1
 _COUNTERS_BYTES = 128  # of the fused kernel: those of its items; a number for each key head follows
-_MAX_FUSED_HEADS = 1 << 16  # key heads over the batch; their numbers stay allocated
+_MAX_FUSED_CHUNKS = 1 << 17  # of all query heads; what counts them stays allocated
 _CHUNK_ROWS = 512  # queries that one item of the fused kernel prepares or finishes
 
 
@@ -77,6 +77,7 @@ class BackwardParams(ctypes.Structure):
         ("heads_per_group", ctypes.c_int32),  # key heads, counted over the batch, whose queries share L2
         ("chunks", ctypes.c_int32),  # fused: parts of a key head's query tiles, and how many tiles one has
         ("chunk_tiles", ctypes.c_int32),
+        ("slots", ctypes.c_int32),  # fused: key heads that have sums at a time
         ("softmax_scale", ctypes.c_float),
         ("softmax_scale_log2", ctypes.c_float),
     ]
@@ -275,7 +276,7 @@ class Plan:
         spec = specialise(head_dim, head_dim_v, query.dtype, is_causal, deterministic, query_rows)
         if tile is not None:
             spec = spec._replace(tile=tile)
-        if grad_query is None or batch * kv_heads > _MAX_FUSED_HEADS:
+        if grad_query is None or batch * heads * (1 + seqlen_q // _CHUNK_ROWS) > _MAX_FUSED_CHUNKS:
             spec = spec._replace(tile=dataclasses.replace(spec.tile, fused=False))
         self.specialisation = spec
         tile = spec.tile
@@ -295,9 +296,6 @@ class Plan:
         self._statistics_in_gradient = (
             grad_query is not None and not tile.fused and 4 * statistics <= _dense_bytes(grad_query)
         )
-        self._sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 4)
-        self._semaphores_at = self._sums_at + all_q_tiles * tile.block_m * spec.head_dim
-        self._workspace_floats = self._semaphores_at + (all_q_tiles * tile.num_warpgroups if spec.in_order else 0)
         try:
             binary = spec.compile()
             self._functions = [
@@ -326,6 +324,12 @@ class Plan:
         if tile.fused:
             # The sums of three groups are to stay in L2.
             heads_per_group = max(1, num_sms // (k_tiles * cluster))
+        heads_per_group = min(heads_per_group, batch * kv_heads)
+        # Four groups: one prepares, one computes, one finishes, one has finished.
+        slots = min(4 * heads_per_group, batch * kv_heads) if tile.fused and tile.recycle else batch * kv_heads
+        self._sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 32)
+        self._semaphores_at = self._sums_at + slots * heads // kv_heads * q_tiles * tile.block_m * spec.head_dim
+        self._workspace_floats = self._semaphores_at + (all_q_tiles * tile.num_warpgroups if spec.in_order else 0)
         self._params = BackwardParams(
             **strides,
             batch=batch,
@@ -338,9 +342,10 @@ class Plan:
             logsumexp_pitch=logsumexp.size(-1),
             q_tiles=q_tiles,
             k_tiles=k_tiles,
-            heads_per_group=min(heads_per_group, batch * kv_heads),
+            heads_per_group=heads_per_group,
             chunks=chunks,
             chunk_tiles=chunk_tiles,
+            slots=slots,
             softmax_scale=softmax_scale,
             softmax_scale_log2=softmax_scale * _LOG2E,
         )
@@ -351,7 +356,7 @@ class Plan:
             FINISH: driver.LaunchConfig((all_q_tiles, 1, 1), (128 * tile.num_warpgroups, 1, 1), 0, None, None, 0),
         }
         self._configs = [configs[entry] for entry in spec.entries]
-        self._counter_bytes = _COUNTERS_BYTES + (4 * batch * kv_heads if tile.fused else 0)
+        self._counter_bytes = _COUNTERS_BYTES + (4 * batch * kv_heads * (1 + chunks) if tile.fused else 0)
         self._frames: list[_Frame] = []
 
     def __call__(self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value) -> None:

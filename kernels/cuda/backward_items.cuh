@@ -12,7 +12,9 @@
 // CONSUMERS shares of the tiles of keys added, `chunks` items finished. COMPUTE waits for the first, FINISH for the
 // second; both are of lower numbers in the list, so that some block has begun them, and they wait in turn for lower
 // ones only: the lowest unfinished item never waits, and nothing can hang. The last item of a head leaves its number at
-// zero. Part of backward.cuh; backward_fused.cuh does what is not COMPUTE.
+// zero. The sums of a head take the slot of those of an earlier one, whose parts have been finished by then: a second
+// number for each head and chunk counts the blocks that have finished it, and then those that have seen so. Part of
+// backward.cuh; backward_fused.cuh does what is not COMPUTE.
 #pragma once
 
 // By the list: row 0 prepares groups 0 and 1 and computes group 0; row r prepares group r + 1, computes group r and

@@ -31,7 +31,7 @@ static_assert(!FIRST_STORES);
 // done with this query tile.
 static_assert(Q_STAGES > 1);
 constexpr int THREADS = 512;
-constexpr int PRODUCER_REGISTERS = 24, SUM_REGISTERS = 208, QUERY_REGISTERS = 72;
+constexpr int PRODUCER_REGISTERS = PAIRED ? 32 : 24, SUM_REGISTERS = 208, QUERY_REGISTERS = PAIRED ? 64 : 72;
 constexpr int P_BYTES = BLOCK_M * BLOCK_N * 4;
 // grad_out arrives in portions of its columns, into a ring of slots.
 constexpr int DO_PORTIONS = PAIRED ? 2 : 1, DO_SLOTS = PAIRED ? 3 : DO_STAGES;
@@ -375,7 +375,7 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
     if (PAIRED) barrier_wait(shared.other_k_full(), 0);
   }
   for_each_tile(work, params, [&](int, int, int number) {
-    float* sums = params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM);
+    float* sums = params.sums + (int64_t)(number - work.sums_shift) * (BLOCK_M * HEAD_DIM);
     const uint32_t grad_scores = descriptor(shared.grad_scores + s.stage * DS_BYTES, 0);
     barrier_wait(shared.ds_full(s.stage), s.phase);
     if (DETERMINISTIC) {

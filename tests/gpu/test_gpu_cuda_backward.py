@@ -44,12 +44,12 @@ def deterministic():
 FORMS = {
     "persistent": {"persistent": True, "fused": False},
     "block for each tile": {"persistent": False, "fused": False},
-    "persistent fused": {"persistent": True, "fused": True},
-    "fused": {"persistent": False, "fused": True},
+    "persistent fused": {"persistent": True, "fused": True, "recycle": False},
+    "fused": {"persistent": False, "fused": True, "recycle": True},
 }
 
 
-def use_form(monkeypatch, persistent, fused):
+def use_form(monkeypatch, persistent, **options):
     """All calls in the default mode run this form of the kernels."""
     from torch_flashbackend.kernels.cuda import backward, tiles
 
@@ -59,7 +59,7 @@ def use_form(monkeypatch, persistent, fused):
         tile = chosen(head_dim, head_dim_v, is_causal, query_rows, deterministic)
         if deterministic:
             return tile
-        return dataclasses.replace(tile, fused=fused, persistent=persistent and max(head_dim, head_dim_v) <= 128)
+        return dataclasses.replace(tile, persistent=persistent and max(head_dim, head_dim_v) <= 128, **options)
 
     monkeypatch.setattr(tiles, "choose_backward", choose)
     monkeypatch.setattr(backward, "_plans", {})
