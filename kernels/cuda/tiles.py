@@ -102,8 +102,9 @@ class BackwardTile:
     block for each multiprocessor, which does one tile of keys after the other. first_stores: the query's gradient needs
     no zeros before, since the block of a head's first keys stores its share, for which the others wait.
 
-    fused: one kernel prepares, computes and finishes, part by part. recycle: sums for a few heads at a time. unstaged: consumers add their shares of the query's
-    gradient from registers.
+    fused: one kernel prepares, computes and finishes, part by part. recycle: it has sums for a few heads at a time.
+
+    unstaged (head_dim up to 128): consumers add their shares of the query's gradient from registers.
 
     Of the kernel for larger ones, with a head_dim above 192: paired: two blocks share the query's gradient of the keys
     of both; do_stages does not count.
