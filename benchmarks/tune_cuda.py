@@ -70,7 +70,8 @@ def candidates(head_dim: int, deterministic: bool) -> list[BackwardTile]:
     if 64 < head_dim <= 128:
         neighbours.append(change(long, **one_kernel, unstaged=True))
     if head_dim > 192:
-        neighbours.append(change(long, **one_kernel, paired=True, ds_stages=1))
+        paired = change(long, **one_kernel, paired=True, ds_stages=1)
+        neighbours += [paired, change(paired, multicast=True)]
     return list(dict.fromkeys([*forms, *neighbours]))
 
 

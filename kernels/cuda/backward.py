@@ -114,6 +114,7 @@ class Specialisation(NamedTuple):
             "FUSED": int(tile.fused),
             "UNSTAGED": int(tile.unstaged),
             "PAIRED": int(tile.paired),
+            "MULTICAST": int(tile.multicast),
             "IS_CAUSAL": int(self.is_causal),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),

@@ -18,6 +18,7 @@
 // there at a time. Both visit the same query tiles: in a causal call the second block sees nothing of the last one.
 // They run in step: dS of a tile is overwritten once both blocks have used it, of which the arrivals on `ds_empty`
 // tell.
+// MULTICAST: each loads half of the query and grad_out tiles for both, once both have emptied the stage.
 //
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of 64 rows, P (float32), DS_STAGES of dS.
 // Registers: HEAD_DIM / 2 for a sum, 32 for S or dP, 16 for either rounded, of 208; 32 for a box of grad_query, of 72.
@@ -36,6 +37,7 @@ constexpr int P_BYTES = BLOCK_M * BLOCK_N * 4;
 // grad_out arrives in portions of its columns, into a ring of slots.
 constexpr int DO_PORTIONS = PAIRED ? 2 : 1, DO_SLOTS = PAIRED ? 3 : DO_STAGES;
 constexpr int PORTION_COLUMNS = PAIRED ? 128 : HEAD_DIM_V, PORTION_BYTES = DO_BYTES / DO_PORTIONS;
+static_assert(!MULTICAST || PAIRED);
 static_assert(!PAIRED || (HEAD_DIM > 192 && HEAD_DIM_V > 192 && !DETERMINISTIC));
 // PAIRED: the other block's keys in this one's columns of grad_query, and its dS.
 constexpr int HALF_BOXES = 2, OTHER_KEY_BYTES = PAIRED ? HALF_BOXES * BLOCK_N * BOX_ROW_BYTES : 0;
@@ -80,6 +82,29 @@ __device__ __forceinline__ void release_together(uint32_t barrier) {
   __syncwarp();
   release(barrier);
 }
+// A stage of query or grad_out tiles.
+__device__ __forceinline__ void release_stage(uint32_t barrier) {
+  if (threadIdx.x % 32 == 0) {
+    barrier_arrive(barrier);
+    if (MULTICAST) barrier_arrive_remote(in_block(barrier, cluster_rank() ^ 1));
+  }
+}
+// Loads BOXES boxes of a query or grad_out tile, from `first_column` on.
+template <int BOXES>
+__device__ __forceinline__ void load_stage(const TensorMap& map, uint32_t destination, uint32_t barrier, int row,
+                                           int head, int batch, int first_column) {
+  if constexpr (MULTICAST) {
+    constexpr int BYTES = BLOCK_M * BOX_ROW_BYTES;
+    barrier_arrive_expect(barrier, BOXES * BYTES);  // from both
+#pragma unroll
+    for (int i = 0; i < BOXES / 2; ++i) {
+      const int box = cluster_rank() * (BOXES / 2) + i;
+      load_box_for_both(map, destination + box * BYTES, barrier, first_column + box * BOX_COLUMNS, row, head, batch);
+    }
+  } else {
+    load_rows<BLOCK_M, BOXES * BOX_COLUMNS>(map, destination, barrier, row, head, batch, first_column);
+  }
+}
 // Where a thread puts its group of four probabilities, or finds that of its partner in the other warpgroup.
 __device__ __forceinline__ uint32_t handed_over(const Shared& shared, int group) {
   return shared.probabilities + group * 128 * 16 + threadIdx.x % 128 * 16;
@@ -100,8 +125,8 @@ __device__ __forceinline__ void load_tiles(const TensorMap& query_map, const Ten
       if (FUSED) wait_until_prepared(work, params);
     }
     barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
-    load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
-                                 head, work.batch);
+    load_stage<ceil_div(HEAD_DIM, BOX_COLUMNS)>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
+                                                tile * BLOCK_M, head, work.batch, 0);
     load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (2 * BLOCK_M),
                                  shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
     if (first)
@@ -111,9 +136,9 @@ __device__ __forceinline__ void load_tiles(const TensorMap& query_map, const Ten
     for (int portion = 0; portion < DO_PORTIONS; ++portion) {
       const auto d = Ring<DO_SLOTS>::at(DO_PORTIONS * loaded + portion);
       barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
-      load_rows<BLOCK_M, PORTION_COLUMNS>(grad_out_map, shared.grad_out + d.stage * PORTION_BYTES,
-                                          shared.do_full(d.stage), tile * BLOCK_M, head, work.batch,
-                                          portion * PORTION_COLUMNS);
+      load_stage<ceil_div(PORTION_COLUMNS, BOX_COLUMNS)>(grad_out_map, shared.grad_out + d.stage * PORTION_BYTES,
+                                                         shared.do_full(d.stage), tile * BLOCK_M, head, work.batch,
+                                                         portion * PORTION_COLUMNS);
     }
     if (PAIRED && first)
       load_rows<BLOCK_N, HALF_BOXES * BOX_COLUMNS>(key_map, shared.other_key, shared.other_k_full(),
@@ -171,7 +196,8 @@ __device__ __forceinline__ void consume_scores(const TensorMap& grad_value_map, 
       for (int j = 0; j < 4; ++j)
         scores[i + j] = exp2_approx(fmaf(scores[i + j], scale_log2, -(j % 2 ? logsumexp.y : logsumexp.x)));
     }
-    release_together(shared.q_empty(q.stage));
+    __syncwarp();
+    release_stage(shared.q_empty(q.stage));
     q.advance();
     barrier_wait(shared.p_empty(), p_phase);
     p_phase ^= 1;
@@ -202,10 +228,10 @@ __device__ __forceinline__ void consume_scores(const TensorMap& grad_value_map, 
     constexpr int LATER = decltype(more)::value;
     if constexpr (PAIRED) {
       wgmma_wait<LATER + 1>();
-      release(shared.do_empty(before.stage));
+      release_stage(shared.do_empty(before.stage));
     }
     wgmma_wait<LATER>();
-    release(shared.do_empty(d.previous().stage));
+    release_stage(shared.do_empty(d.previous().stage));
     wgmma_wait<0>();
   };
 
@@ -261,7 +287,7 @@ __device__ __forceinline__ void consume_gradients(const TensorMap& grad_key_map,
   const auto release_grad_out = [&] {
 #pragma unroll
     for (int portion = 0; portion < DO_PORTIONS; ++portion) {
-      release(shared.do_empty(d.stage));
+      release_stage(shared.do_empty(d.stage));
       d.advance();
     }
   };
@@ -293,12 +319,12 @@ __device__ __forceinline__ void consume_gradients(const TensorMap& grad_key_map,
     if constexpr (decltype(more)::value) {
       issue_grads();
       wgmma_wait<1>();
-      release(shared.q_empty(q.stage));
+      release_stage(shared.q_empty(q.stage));
       wgmma_wait<0>();
       release_grad_out();
     } else {
       wgmma_wait<0>();
-      release(shared.q_empty(q.stage));
+      release_stage(shared.q_empty(q.stage));
     }
     q.advance();
   };
@@ -438,11 +464,11 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
     // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each warp that reads.
     for (int stage = 0; stage < Q_STAGES; ++stage) {
       barrier_init(shared.q_full(stage), 2);
-      barrier_init(shared.q_empty(stage), 8);
+      barrier_init(shared.q_empty(stage), MULTICAST ? 16 : 8);
     }
     for (int slot = 0; slot < DO_SLOTS; ++slot) {
       barrier_init(shared.do_full(slot), 1);
-      barrier_init(shared.do_empty(slot), 8);
+      barrier_init(shared.do_empty(slot), MULTICAST ? 16 : 8);
     }
     for (int stage = 0; stage < DS_STAGES; ++stage) {
       barrier_init(shared.ds_full(stage), 4);

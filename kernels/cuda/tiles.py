@@ -107,7 +107,7 @@ class BackwardTile:
     unstaged (head_dim up to 128): consumers add their shares of the query's gradient from registers.
 
     Of the kernel for larger ones, with a head_dim above 192: paired: two blocks share the query's gradient of the keys
-    of both; do_stages does not count.
+    of both; do_stages does not count. multicast: these load query and grad_out tiles once for both.
     """
 
     block_m: int
@@ -125,6 +125,7 @@ class BackwardTile:
     recycle: bool = False
     unstaged: bool = False
     paired: bool = False
+    multicast: bool = False
 
     @property
     def num_warpgroups(self) -> int:

@@ -19,6 +19,16 @@ __device__ __forceinline__ void load_box(const TensorMap& map, uint32_t destinat
       : "memory");
 }
 
+// To the same place in both blocks of a cluster, and counts on the barrier at the same place in both.
+__device__ __forceinline__ void load_box_for_both(const TensorMap& map, uint32_t destination, uint32_t barrier,
+                                                  int column, int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch), "h"((unsigned short)3)
+      : "memory");
+}
+
 // Loads ROWS rows of COLUMNS columns, box by box: box b lies ROWS * 128 bytes after box b - 1. Counts on `barrier`.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void load_rows(const TensorMap& map, uint32_t destination, uint32_t barrier, int row,
