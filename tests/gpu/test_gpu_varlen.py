@@ -220,7 +220,7 @@ def test_a_captured_graph_sees_the_lengths_of_each_replay(plugin, device):
 
 
 @pytest.mark.cuda_only
-def test_no_host_synchronisation(plugin, device):
+def test_no_host_synchronisation(plugin, never_waits, device):
     call = varlen_call(MIXED, heads=2, head_dim=64, dtype=BFLOAT, device=device, window=(-1, 0)).leaves()
     cu_seqlens, _ = call.cu_seqlens()
 
@@ -231,12 +231,7 @@ def test_no_host_synchronisation(plugin, device):
         out.backward(grad_out)
 
     grad_out = gradient_for_varlen(call)
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    never_waits(step)
 
 
 @pytest.mark.cuda_only
@@ -385,7 +380,7 @@ def test_nested_tensors_with_an_empty_sequence_are_pytorchs(plugin, device, laun
 
 @pytest.mark.cuda_only
 @pytest.mark.usefixtures("take_everything")
-def test_nested_tensors_without_host_synchronisation(device):
+def test_nested_tensors_without_host_synchronisation(never_waits, device):
     """Where the nested tensors know their longest and shortest length."""
     lengths = (300, 1, 64, 517, 129)
     call = varlen_call(lengths, heads=2, head_dim=64, dtype=BFLOAT, device=device, window=(-1, 0)).leaves()
@@ -396,12 +391,7 @@ def test_nested_tensors_without_host_synchronisation(device):
         out = F.scaled_dot_product_attention(*tensors, is_causal=True).transpose(1, 2).values()
         return torch.autograd.grad(out, (call.query, call.key, call.value), grad_out)
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    never_waits(step)
 
 
 @pytest.mark.cuda_only
