@@ -427,8 +427,8 @@ def _architectures(data: dict[str, Any]) -> list[str]:
     agreeing = sum(row["agrees"] for row in rows)
     text = (
         f"{agreeing} of {len(rows)} architectures of transformers {arguments['transformers']} ({arguments['dtype']}, "
-        f"{arguments['seqlen']} tokens, padded, tiny random weights) err by at most twice what PyTorch alone does: errors "
-        "of output / gradients relative to float64, `examples/architectures.py`."
+        f"{arguments['seqlen']} tokens, padded, tiny random weights) err by at most twice what PyTorch alone does: "
+        "errors of output / gradients relative to float64, `examples/architectures.py`."
     )
     return [text, _table(head, body)]
 
