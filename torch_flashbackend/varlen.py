@@ -17,6 +17,7 @@ read by the host on CUDA: nothing waits, and a captured CUDA graph sees the leng
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
@@ -52,6 +53,14 @@ _backward_op = torch.ops.flashbackend.varlen_attention_backward.default
 def _kernels():
     """The Triton kernels, imported when the first GPU call needs them."""
     from .kernels.triton import varlen as kernels
+
+    return kernels
+
+
+@functools.cache
+def _hopper():
+    """The Hopper kernels' side of it, likewise."""
+    from .kernels.cuda import varlen as kernels
 
     return kernels
 
@@ -240,7 +249,13 @@ def _forward_cuda(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) ->
         return out.zero_(), logsumexp
     if not takes(query, value):
         return _forward_math(query, key, value, *arguments)
-    _kernels().forward(query, key, value, *_split(query, key, arguments), out, logsumexp)
+    options, extras = _split(query, key, arguments)
+    if _hopper().takes(query, key, value, options, extras):
+        # What its plan finds out, strides that the copy engine cannot walk say, is Triton's.
+        with contextlib.suppress(KernelUnavailable):
+            _hopper().forward(query, key, value, options, extras, out, logsumexp)
+            return out, logsumexp
+    _kernels().forward(query, key, value, options, extras, out, logsumexp)
     return out, logsumexp
 
 
