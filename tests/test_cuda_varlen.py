@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from test_cuda_launch import NUM_SMS, cuda, launched  # noqa: F401 (a fixture)
 
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import varlen
+from torch_flashbackend.kernels.cuda.backward import BackwardParams
 from torch_flashbackend.kernels.triton.varlen import Extras, Options
 
 ENTRIES = 0x5000
@@ -43,8 +45,9 @@ class OnDevice(torch.Tensor):
 class Schedule:
     """Stands for the launch that writes the list of tiles."""
 
-    def __init__(self, call, block_m):
-        self.query_slots, self.block_m = call.slots(call.total_q, block_m), block_m
+    def __init__(self, call, block_m, block_n):
+        self.query_slots = call.slots(call.total_q, block_m)
+        self.key_slots = 0 if block_n is None else call.slots(call.total_k, block_n)
 
     def make(self, extras):
         return SimpleNamespace(data_ptr=lambda: ENTRIES)
@@ -55,7 +58,7 @@ def packed(cuda, monkeypatch):  # noqa: F811
     monkeypatch.setattr(varlen, "_device", lambda index: ((9, 0), NUM_SMS))
     monkeypatch.setattr(varlen, "_plans", {})
     monkeypatch.setattr(
-        varlen._PackedCall, "schedule", lambda call, options, extras, block_m, block_n: Schedule(call, block_m)
+        varlen._PackedCall, "schedule", lambda call, options, extras, block_m, block_n: Schedule(call, block_m, block_n)
     )
     monkeypatch.setattr(varlen._PackedCall, "facts", lambda *_: ("sm_90", NUM_SMS, True))
     return cuda
@@ -96,6 +99,46 @@ def test_parameters_of_a_launch(packed):
     assert params.softmax_scale_log2 == pytest.approx(0.125 * math.log2(math.e), rel=1e-6)
     defines = packed.compiled[-1].defines
     assert (defines["PACKED"], defines["IS_CAUSAL"], defines["MASKED"], defines["WRITE_LSE"]) == (1, 1, 0, 1)
+
+
+def test_parameters_of_a_backward(packed, monkeypatch):
+    query, key, value, out = tensors()
+    grads = [OnDevice.make(*t.shape, address=(20 + n) << 20) for n, t in enumerate((query, key, value))]
+    grad_out, cu_seqlens = OnDevice.make(*out.shape, address=9 << 20), lengths()
+    extras = Extras(cu_seqlens, cu_seqlens)
+    logsumexp = OnDevice.make(4, 1000, dtype=torch.float32, address=0x7000)
+    launches = []
+    monkeypatch.setattr(varlen.driver, "launch", lambda config, function, arguments, *_: launches.append(
+        (next(iter(config.grid)), ctypes.c_uint64.from_address(arguments.value).value)))  # fmt: skip
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(data_ptr=lambda: 0x8000))
+    assert varlen.takes_backward(grad_out, query, key, value, CAUSAL, extras, logsumexp)
+    varlen.backward(grad_out, query, key, value, CAUSAL, extras, out, logsumexp, *grads)
+    (prepared, address), (blocks, _), (finished, _) = launches
+    params = BackwardParams.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(BackwardParams)))
+    block_m, block_n = 64, 128
+    q_slots, k_slots = 1000 // block_m + 5, 1000 // block_n + 5
+    assert (prepared, blocks, finished) == (4 * q_slots, 2 * k_slots, 4 * q_slots)
+    assert (params.q_slots, params.k_tiles, params.entries) == (q_slots, k_slots, ENTRIES)
+    assert params.q_tiles == (1000 // 128 + 5) * 2
+    assert (params.grad_key, params.grad_value, params.grad_query) == (21 << 20, 22 << 20, 20 << 20)
+    assert (params.statistics, params.sums) == (params.grad_query, 0x8000)
+    assert (params.grad_query_stride_row, params.grad_key_stride_row) == (4 * 128, 2 * 128)
+    assert packed.compiled[-1].defines["PACKED"] == 1 and packed.compiled[-1].defines["PERSISTENT"] == 0
+
+
+def test_backwards_that_are_tritons(packed):
+    cu_seqlens = lengths()
+    extras = Extras(cu_seqlens, cu_seqlens)
+    logsumexp = OnDevice.make(4, 1000, dtype=torch.float32)
+    query, key, value, out = tensors()
+    assert varlen.takes_backward(out, query, key, value, CAUSAL, extras, logsumexp)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not varlen.takes_backward(out, query, key, value, CAUSAL, extras, logsumexp)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    wide = tensors(head_dim=192)
+    assert not varlen.takes_backward(wide[3], *wide[:3], CAUSAL, extras, logsumexp)
 
 
 @pytest.mark.parametrize(

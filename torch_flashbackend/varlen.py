@@ -106,7 +106,8 @@ def attention_varlen(
     return_lse: return also the logsumexp of the scores, float32 [num_heads, total_q], -inf for a query without a key.
         It is not differentiable.
 
-    Returns [total_q, num_heads, head_dim_v]; a query that sees no key gives zeros. Deterministic, backward included.
+    Returns [total_q, num_heads, head_dim_v]; a query that sees no key gives zeros. The forward's bits repeat, the
+    backward's under torch.use_deterministic_algorithms(True).
     Raises ValueError for arguments that do not fit. Method: Dao, "FlashAttention-2" (arXiv 2307.08691); ALiBi: Press et
     al. (arXiv 2108.12409); sinks: Xiao et al. (arXiv 2309.17453).
     """
@@ -278,10 +279,22 @@ def _backward_cuda(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, 
         grad_out = grad_out.contiguous()
     if logsumexp.stride(1) != 1:
         logsumexp = logsumexp.contiguous()
-    grad_sinks = _kernels().backward(
-        grad_out, query, key, value, *_split(query, key, tuple(rest)), out, logsumexp, grad_query, grad_key, grad_value
-    )  # fmt: skip
     nothing = query.new_empty(0)
+    options, extras = _split(query, key, tuple(rest))
+    if both and _hopper().takes_backward(grad_out, query, key, value, options, extras, logsumexp):
+        with contextlib.suppress(KernelUnavailable):
+            _hopper().backward(
+                grad_out, query, key, value, options, extras, out, logsumexp, grad_query, grad_key, grad_value
+            )
+            return (
+                nothing if grad_query is None else grad_query,
+                grad_key if needs_key else nothing,
+                grad_value if needs_value else nothing,
+                nothing,
+            )
+    grad_sinks = _kernels().backward(
+        grad_out, query, key, value, options, extras, out, logsumexp, grad_query, grad_key, grad_value
+    )
     return (
         nothing if grad_query is None else grad_query,
         grad_key if needs_key else nothing,

@@ -17,10 +17,10 @@
 // first those that all rows see whole, so that the first one gives every row a maximum, then the mixed ones, each with
 // the mask and its own maximum. The number of a key tile travels in shared memory beside it.
 //
-// Packed sequences (PACKED): rows of all sequences follow each other in one tensor, and a list made on the GPU names the
-// query tiles with their sequences (varlen_schedule.py). A key tile that reaches past its sequence brings rows of the next:
-// their scores are hidden as those past the end are, and their values, which may be infinite or NaN, are overwritten with
-// zeros. A query tile that reaches past its sequence goes from registers to global memory.
+// Packed sequences (PACKED): rows of all sequences follow each other in one tensor, and a list made on the GPU names
+// the query tiles with their sequences (varlen_schedule.py). A key tile that reaches past its sequence brings rows of
+// the next: their scores are hidden as those past the end are, and their values, which may be infinite or NaN, are
+// overwritten with zeros. A query tile that reaches past its sequence goes from registers to global memory.
 //
 // Shared memory: Q_STAGES query tiles, STAGES key and STAGES value tiles, each a row of boxes of 64 columns (tma.cuh).
 // With a single query buffer (head_dim above 192) outputs go from registers to global memory.
@@ -185,9 +185,15 @@ __device__ __forceinline__ Tile read_tile(uint32_t address) {
 __device__ __forceinline__ Tile warp_read_tile(uint32_t address) {
   Tile tile = {};
   if (threadIdx.x % 32 == 0) tile = read_tile(address);
-  return {uniform(tile.first_row), uniform(tile.head),    uniform(tile.batch),     uniform(tile.key_tiles),
+  return {uniform(tile.first_row),
+          uniform(tile.head),
+          uniform(tile.batch),
+          uniform(tile.key_tiles),
 #if PACKED
-          uniform(tile.row_end),   uniform(tile.first_key), uniform(tile.seqlen_k), 0
+          uniform(tile.row_end),
+          uniform(tile.first_key),
+          uniform(tile.seqlen_k),
+          0
 #endif
   };
 }
@@ -301,19 +307,6 @@ __device__ __forceinline__ void out_product(float (&out)[HEAD_DIM_V / 2], const 
 #pragma unroll
   for (int k = 0; k < BLOCK_N / 16; ++k)
     Wgmma<HEAD_DIM_V>::rs(out, probabilities + 4 * k, moved(value, k * 16 * BOX_ROW_BYTES), k > 0 || accumulate);
-}
-
-// Overwrites the rows from `first` on of a tile of ROWS rows with zeros, by one warpgroup; a barrier must follow. Other
-// warpgroups may do so at the same time.
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void clear_rows(uint32_t tile, int first) {
-#pragma unroll
-  for (int box = 0; box < ceil_div(COLUMNS, BOX_COLUMNS); ++box) {
-    for (int byte = first * BOX_ROW_BYTES + 16 * (threadIdx.x % 128); byte < ROWS * BOX_ROW_BYTES; byte += 16 * 128)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + box * ROWS * BOX_ROW_BYTES + byte), "r"(0)
-                   : "memory");
-  }
-  store_fence();
 }
 
 // This warp's scores once more, without the rest of its warpgroup: the rare case may be slow.
@@ -580,8 +573,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     if (PACKED && (j + 1) * BLOCK_N > seqlen_k()) {
       const Ring<STAGES> v = k.previous();
       barrier_wait(shared.v_full(v.stage), v.phase);
-      clear_rows<BLOCK_N, HEAD_DIM_V>(shared.value + v.stage * V_BYTES, seqlen_k() - j * BLOCK_N);
-      named_sync(4 + warpgroup, 128);
+      clear_rows<BLOCK_N, HEAD_DIM_V>(shared.value + v.stage * V_BYTES, seqlen_k() - j * BLOCK_N, 4 + warpgroup);
     }
   };
 

@@ -1,13 +1,14 @@
-"""Packed sequences of different lengths on the Hopper forward kernel, ``forward.cu``.
+"""Packed sequences of different lengths on the Hopper kernels, ``forward.cu`` and ``backward.cu``.
 
-May import torch, ``driver.py``, this folder, and the schedule of ``kernels/triton/varlen.py``: a list of query tiles
-that a small kernel writes on the GPU, where the lengths are. Imported by ``torch_flashbackend.varlen``. What it does
-not take (see ``takes``) is Triton's.
+May import torch, ``driver.py``, this folder, and the schedule of ``kernels/triton/varlen.py``: a list of tiles that a
+small kernel writes on the GPU, where the lengths are. Imported by ``torch_flashbackend.varlen``. What these do not take
+(see ``takes`` and ``takes_backward``) is Triton's.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 import os
 
@@ -17,7 +18,10 @@ from torch import Tensor
 from ... import driver
 from .. import KernelUnavailable, launch_counts
 from ..triton.varlen import Extras, Options, _as_rank_4, _PackedCall
+from ..triton.varlen_common import STATISTICS_ALIGNMENT
+from . import backward as dense_backward
 from . import tiles
+from .backward import MAIN, PREPARE, BackwardParams
 from .forward import (
     _LOG2E,
     _MAX_TILES,
@@ -176,7 +180,164 @@ class Plan:
         return None
 
 
-_plans: dict[tuple, Plan | KernelUnavailable] = {}
+def takes_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, options: Options, extras: Extras,
+                   logsumexp: Tensor) -> bool:  # fmt: skip
+    """Does the Hopper kernel compute this backward? Not with a head_dim above 128, nor where the bits must repeat."""
+    return (
+        max(query.size(2), value.size(2)) <= 128
+        and query.size(0) * (query.size(1) // key.size(1)) <= dense_backward.MAX_SUM_ROWS
+        and not torch.are_deterministic_algorithms_enabled()
+        and logsumexp.stride(1) == 1
+        and not grad_out.data_ptr() & 15
+        and takes(query, key, value, options, extras)
+    )
+
+
+class BackwardPlan:
+    """The backward of all packed calls with these shapes, strides, dtype and scale on one device.
+
+    Its workspace has room for whole tiles of every sequence, so that no two add to one place; and the schedule says
+    where each begins. Raises KernelUnavailable when it is made, before anything is launched.
+    """
+
+    __slots__ = (
+        "_configs", "_device_index", "_frames", "_functions", "_maps", "_params", "_schedule", "_statistics_floats",
+        "_workspace_floats", "specialisation",
+    )  # fmt: skip
+
+    def __init__(self, grad_out, query, key, value, options, extras, out, logsumexp, grad_query, grad_key, grad_value):
+        call = _PackedCall(query, key, value, options, extras, (query, key, value, out))
+        query, key, value, out, grad_out, grad_key, grad_value = (
+            _as_rank_4(t) for t in (query, key, value, out, grad_out, grad_key, grad_value)
+        )
+        if not dense_backward.suits(query, key, value, out, grad_out, grad_key, grad_value):
+            raise KernelUnavailable("the copy engine cannot walk tensors with such strides")
+        index = self._device_index = query.device.index
+        _, heads, total_q, head_dim = query.shape
+        kv_heads, total_k, head_dim_v = value.shape[1:]
+        group = heads // kv_heads
+        mean_rows = total_q // max(call.num_sequences, 1) * group
+        spec = dense_backward.specialise(
+            head_dim, head_dim_v, query.dtype, options.window_right == 0, False, mean_rows
+        )
+        tile = dataclasses.replace(spec.tile, persistent=False)
+        spec = self.specialisation = spec._replace(tile=tile, is_packed=True)
+        self._schedule = call.schedule(options, extras, tile.block_m, tile.block_n)
+        q_slots, k_slots = self._schedule.query_slots, self._schedule.key_slots
+        blocks, q_blocks = k_slots * kv_heads, q_slots * heads
+        # How many query tiles of a head there may be: sequences begin at multiples of the alignment.
+        alignment = STATISTICS_ALIGNMENT.value
+        assert alignment % tile.block_m == 0
+        q_tiles = (total_q // alignment + call.num_sequences + 1) * (alignment // tile.block_m)
+        if max(heads * q_tiles, blocks) > _MAX_TILES:
+            raise KernelUnavailable(f"{max(heads * q_tiles, blocks)} tiles are more than 32 bits count")
+        # As in dense calls, the statistics lie where the query's gradient is written last.
+        statistics = heads * q_tiles * 2 * tile.block_m
+        fits = grad_query is not None and 4 * statistics <= dense_backward._dense_bytes(grad_query)
+        self._statistics_floats = 0 if fits else statistics
+        self._workspace_floats = self._statistics_floats + heads * q_tiles * tile.block_m * spec.head_dim
+        try:
+            binary = spec.compile()
+            self._functions = [
+                ctypes.c_void_p(driver.load_function(binary, entry, index, spec.shared_bytes if entry == MAIN else 0))
+                for entry in dense_backward.ENTRIES
+            ]
+            rows = (tile.block_m, tile.block_n, tile.block_n, tile.block_m, tile.block_n, tile.block_n)
+            self._maps = [
+                driver.TensorMaps(t.dtype, t.shape, t.stride(), n, t.data_ptr(), index)
+                for t, n in zip((query, key, value, grad_out, grad_key, grad_value), rows, strict=True)
+            ]
+        except (driver.DriverError, OSError) as error:
+            raise KernelUnavailable(f"{MAIN}: {error}") from error
+        strides = {}
+        for name, tensor in (("out", out), ("grad_out", grad_out), ("grad_key", grad_key), ("grad_value", grad_value)):
+            strides |= {f"{name}_stride_head": tensor.stride(1), f"{name}_stride_row": tensor.stride(2)}
+        if grad_query is not None:
+            strides |= {"grad_query_stride_head": grad_query.stride(1), "grad_query_stride_row": grad_query.stride(0)}
+        _, num_sms = _device(index)
+        head_bytes = total_q * group * (head_dim * 6 + head_dim_v * 2)
+        self._params = BackwardParams(
+            **strides,
+            batch=1,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            seqlen_q=total_q,
+            seqlen_k=total_k,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            logsumexp_pitch=logsumexp.stride(0),
+            q_tiles=q_tiles,
+            k_tiles=k_slots,
+            heads_per_group=min(
+                max(dense_backward._L2_BYTES // head_bytes, math.ceil(num_sms / k_slots)), kv_heads
+            ),
+            softmax_scale=options.scale,
+            softmax_scale_log2=options.scale * _LOG2E,
+            q_slots=q_slots,
+        )
+        self._configs = [
+            driver.LaunchConfig((q_blocks, 1, 1), (dense_backward._PREPARE_THREADS, 1, 1), 0, None, None, 0),
+            driver.LaunchConfig((blocks, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
+            driver.LaunchConfig((q_blocks, 1, 1), (128 * tile.num_warpgroups, 1, 1), 0, None, None, 0),
+        ]
+        self._frames: list[dense_backward._Frame] = []
+
+    def __call__(self, grad_out, query, key, value, extras, out, logsumexp, grad_query, grad_key, grad_value) -> None:
+        """Launch on the current stream of the tensors' device."""
+        index = self._device_index
+        if driver.current_device() != index:
+            with torch.cuda.device(index):
+                return self(grad_out, query, key, value, extras, out, logsumexp, grad_query, grad_key, grad_value)
+        entries = self._schedule.make(extras)
+        workspace = torch.empty(self._workspace_floats, dtype=torch.float32, device=query.device)
+        # These stay referenced until the driver has copied them.
+        tensors = query, key, value, grad_out, grad_key, grad_value
+        maps = [maps.get(t.data_ptr()) for maps, t in zip(self._maps, tensors, strict=True)]
+        try:
+            frame = self._frames.pop()
+        except IndexError:
+            frame = dense_backward._Frame(self._configs, self._params)
+        for place, (address, _) in enumerate(maps):
+            frame.pointers[place] = address
+        params = frame.params
+        params.out, params.grad_out, params.logsumexp = out.data_ptr(), grad_out.data_ptr(), logsumexp.data_ptr()
+        params.grad_query = None if grad_query is None else grad_query.data_ptr()
+        params.grad_key, params.grad_value = grad_key.data_ptr(), grad_value.data_ptr()
+        params.entries = entries.data_ptr()
+        params.statistics = workspace.data_ptr() if self._statistics_floats else params.grad_query
+        params.sums = workspace.data_ptr() + 4 * self._statistics_floats
+        stream = driver.current_stream(index)
+        launches = zip(dense_backward.ENTRIES, self._functions, frame.configs,
+                       (frame.single, frame.main, frame.single), strict=True)  # fmt: skip
+        for entry, function, config, arguments in list(launches)[: 2 if grad_query is None else 3]:
+            launch_counts[entry] += 1
+            try:
+                driver.launch(config, function, arguments, index, stream)
+            except driver.DriverError as error:
+                if error.is_refusal and entry == PREPARE:
+                    raise KernelUnavailable(f"{entry}: {error}") from error
+                raise
+        self._frames.append(frame)
+        return None
+
+
+# A plan that cannot be made stays so: compiling is not tried again with every call.
+_plans: dict[tuple, Plan | BackwardPlan | KernelUnavailable] = {}
+
+
+def _find(key: tuple, make):
+    plan = _plans.get(key)
+    if plan is None:
+        try:
+            plan = make()
+        except KernelUnavailable as error:
+            plan = error
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    if isinstance(plan, KernelUnavailable):
+        raise KernelUnavailable(str(plan))
+    return plan
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, options: Options, extras: Extras, out: Tensor,
@@ -189,18 +350,23 @@ def forward(query: Tensor, key: Tensor, value: Tensor, options: Options, extras:
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), out.stride(), query.dtype,
         options, extras.signature(), query.get_device(),
     )  # fmt: skip
-    plan = _plans.get(key_of_plan)
-    if plan is None:
-        try:
-            plan = Plan(query, key, value, options, extras, out, logsumexp)
-        except KernelUnavailable as error:
-            plan = error
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key_of_plan] = plan
-    if isinstance(plan, KernelUnavailable):
-        raise KernelUnavailable(str(plan))
+    plan = _find(key_of_plan, lambda: Plan(query, key, value, options, extras, out, logsumexp))
     plan(query, key, value, extras, out, logsumexp)
+
+
+def backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, options: Options, extras: Extras, out: Tensor,
+             logsumexp: Tensor, grad_query: Tensor | None, grad_key: Tensor, grad_value: Tensor) -> None:  # fmt: skip
+    """As ``kernels.triton.varlen.backward``, for calls that ``takes_backward`` takes.
+
+    Raises KernelUnavailable before anything is written.
+    """
+    tensors = grad_out, query, key, value, out, logsumexp, grad_query, grad_key, grad_value
+    key_of_plan = (
+        *((t.shape, t.stride(), t.data_ptr() & 15) if t is not None else None for t in tensors), query.dtype, options,
+        extras.signature(), query.get_device(),
+    )  # fmt: skip
+    plan = _find(key_of_plan, lambda: BackwardPlan(grad_out, query, key, value, options, extras, *tensors[4:]))
+    plan(grad_out, query, key, value, extras, *tensors[4:])
 
 
 if hasattr(os, "register_at_fork"):
