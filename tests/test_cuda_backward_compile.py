@@ -31,12 +31,15 @@ def specialisations():
             dtype = torch.bfloat16 if is_bf16 else torch.float16
             for query_rows in (SHORT, LONG):
                 found.append(backward.specialise(*dims, dtype, is_causal, deterministic, query_rows))
+    for number, size in enumerate((64, 72, 128)):
+        spec = backward.specialise(size, size, torch.bfloat16, bool(number % 2), False, LONG)
+        found += [spec._replace(is_packed=True, is_causal=is_causal) for is_causal in (False, True)]
     return list(dict.fromkeys(found))
 
 
 def name_of(spec):
     kind = ("causal" if spec.is_causal else "full", "bf16" if spec.is_bf16 else "f16")
-    flags = ["deterministic"] * spec.deterministic + ["persistent"] * spec.tile.persistent
+    flags = ["deterministic"] * spec.deterministic + ["persistent"] * spec.tile.persistent + ["packed"] * spec.is_packed
     return "-".join([f"{spec.head_dim}-{spec.head_dim_v}", *kind, *flags])
 
 

@@ -40,13 +40,23 @@ def specialisations():
             for tile in tiles.masked_variants(head_dim, head_dim_v):
                 for chosen in options if ALL else [options[(number + 2) % 4]]:
                     found.append(forward.Specialisation(head_dim, head_dim_v, False, *chosen, tile, is_masked=True))
+    # Packed sequences: the tiles of a causal and of a full call.
+    for number, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
+        if ALL or head_dim in (64, 72, 128, 192, 256):
+            for is_causal in (False, True):
+                for tile in tiles.variants(head_dim, head_dim_v, is_causal):
+                    is_bf16 = bool((number + is_causal) % 2)
+                    found.append(
+                        forward.Specialisation(head_dim, head_dim_v, is_causal, is_bf16, True, tile, is_packed=True)
+                    )
     return found
 
 
 def name_of(spec):
     size = f"{spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"{spec.head_dim}-{spec.head_dim_v}"
     mask = "masked" if spec.is_masked else "causal" if spec.is_causal else "full"
-    kind = (mask, "bf16" if spec.is_bf16 else "f16", "lse" if spec.write_lse else "")
+    form = "packed" if spec.is_packed else ""
+    kind = (form, mask, "bf16" if spec.is_bf16 else "f16", "lse" if spec.write_lse else "")
     return "-".join([size, *filter(None, kind), f"{spec.tile.block_m}x{spec.tile.block_n}"])
 
 

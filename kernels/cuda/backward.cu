@@ -46,6 +46,7 @@ constexpr bool MORE_FOR_PRODUCERS = PERSISTENT && HEAD_DIM % PIECE_COLUMNS != 0;
 constexpr int PRODUCER_REGISTERS = MORE_FOR_PRODUCERS ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = MORE_FOR_PRODUCERS ? 232 : 240;
 static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
+static_assert(!PACKED || (!PERSISTENT && !IN_ORDER));
 static_assert(CONSUMERS == 2, "registers, and who takes turns");
 static_assert(DS_STAGES == 2, "one is read while the other is written");
 
@@ -56,8 +57,8 @@ constexpr int PIECES_BYTES = BLOCK_M * HEAD_DIM * 4;
 constexpr int STAGING_BYTES = PERSISTENT && !GRADS_IN_DS && PIECES_BYTES < K_BYTES ? K_BYTES : PIECES_BYTES;
 static_assert(!PERSISTENT || V_BYTES <= DS_STAGES * DS_BYTES);
 
-// Named barriers: of all consumers; and of the turns, one for each warpgroup.
-constexpr int ALL_CONSUMERS = 1, FIRST_TURN = 2;
+// Named barriers: of all consumers; of the turns, one for each warpgroup; and of each warpgroup alone.
+constexpr int ALL_CONSUMERS = 1, FIRST_TURN = 2, CLEARED = FIRST_TURN + CONSUMERS;
 
 // Byte addresses in shared memory.
 struct Shared {
@@ -254,7 +255,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       descriptor(shared.key + piece.first_column / BOX_COLUMNS * BLOCK_N * BOX_ROW_BYTES, BLOCK_N * BOX_ROW_BYTES);
   const int first_key = work.k_tile * BLOCK_N + 64 * warpgroup;
   const int thread_key = work.k_tile * BLOCK_N + warp_row + lane / 4;  // and thread_key + 8
-  const bool ends = first_key + 64 > params.seqlen_k;
+  const bool ends = first_key + 64 > work.keys(params);
 
   Ring<Q_STAGES>& q = progress.q;
   Ring<DO_STAGES>& d = progress.d;
@@ -305,6 +306,14 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     __syncwarp();
     release(shared.staged(warpgroup));
   };
+  const int last_row = (work.q_tiles(params) - 1) * BLOCK_M, end_row = work.first_q_tile * BLOCK_M;
+  // Of packed sequences: how many rows of the last query tile are not the next sequence's, which may be infinite or
+  // NaN.
+  const int own_rows = PACKED ? work.queries(params) - last_row : BLOCK_M;
+  const auto clear_query = [&](int stage) {
+    if (own_rows < BLOCK_M)
+      clear_rows<BLOCK_M, HEAD_DIM>(shared.query + stage * Q_BYTES, own_rows, CLEARED + warpgroup);
+  };
   // One query tile, whose first row is `first_row`. `before`: it is not the first one. `more`: it is not the last one.
   const auto step = [&](int first_row, auto before, auto more) {
     constexpr bool BEFORE = decltype(before)::value, MORE = decltype(more)::value;
@@ -316,13 +325,17 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       const uint32_t query = shared.query + q.stage * Q_BYTES + rows;
       const uint32_t grad_out = shared.grad_out + d.stage * DO_BYTES + rows;
       const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + part * STEP_M * 4 + quad_lane * 8;
-      if (part == 0) barrier_wait(shared.do_full(d.stage), d.phase);
+      if (part == 0) {
+        barrier_wait(shared.do_full(d.stage), d.phase);
+        if (PACKED && first_row == last_row && own_rows < BLOCK_M)
+          clear_rows<BLOCK_M, HEAD_DIM_V>(grad_out, own_rows, CLEARED + warpgroup);
+      }
       wgmma_fence();
       value.multiply(grads, descriptor(grad_out, 0), DELTA_FIRST);
       wgmma_commit();
 
       if (ends || (IS_CAUSAL && first_row + part * STEP_M < first_key + 63))
-        mask_keys(scores, thread_key, first_row + part * STEP_M, params);
+        mask_keys(scores, thread_key, first_row + part * STEP_M, work.keys(params));
       if (TURNS) named_sync(FIRST_TURN + warpgroup, 128 * CONSUMERS);
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
@@ -396,6 +409,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     q.advance();
     if constexpr (MORE) {
       barrier_wait(shared.q_full(q.stage), q.phase);
+      if (PACKED && first_row == end_row) clear_query(q.stage);
       if (PARTS > 1) begin_grads(q.stage, 0);
       issue_scores(q.stage, 0);
       if (BEFORE) {
@@ -412,17 +426,20 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     }
   };
 
-  const int last_row = (params.q_tiles - 1) * BLOCK_M, end_row = work.first_q_tile * BLOCK_M;
   int left = work.tiles(params) * group;
   if (left > 0) {
     if (TURNS && warpgroup == 1) named_arrive(FIRST_TURN, 128 * CONSUMERS);  // the first turn is the other's
     barrier_wait(shared.k_full(), progress.kv_phase);
+    const int own_keys = PACKED ? work.keys(params) - work.k_tile * BLOCK_N : BLOCK_N;
+    if (own_keys < BLOCK_N) clear_rows<BLOCK_N, HEAD_DIM>(shared.key, own_keys, CLEARED + warpgroup);
     key.load(shared.key, 64 * warpgroup);
     barrier_wait(shared.q_full(q.stage), q.phase);
+    clear_query(q.stage);
     begin_grads(q.stage, 0);
     issue_scores(q.stage, 0);
     wgmma_wait<0>();
     barrier_wait(shared.v_full(), progress.kv_phase);
+    if (own_keys < BLOCK_N) clear_rows<BLOCK_N, HEAD_DIM_V>(shared.value, own_keys, CLEARED + warpgroup);
     value.load(shared.value, 64 * warpgroup);
     int first_row = last_row;
     const auto advance = [&] {
@@ -470,10 +487,22 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.grad_key(), warp_row);
   store_fence();
   named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
+#if PACKED
+  if (const int rows = work.keys(params) - work.k_tile * BLOCK_N; rows < BLOCK_N) {
+    const int64_t row = work.key_row() + work.k_tile * BLOCK_N;
+    store_some_rows<HEAD_DIM_V>((uint8_t*)params.grad_value + 2 * (work.kv_head * params.grad_value_stride_head +
+                                                                   row * params.grad_value_stride_row),
+                                params.grad_value_stride_row, shared.grad_value(), rows, params.head_dim_v);
+    store_some_rows<HEAD_DIM>(
+        (uint8_t*)params.grad_key + 2 * (work.kv_head * params.grad_key_stride_head + row * params.grad_key_stride_row),
+        params.grad_key_stride_row, shared.grad_key(), rows, params.head_dim);
+    return;
+  }
+#endif
   if (threadIdx.x == 128) {
-    store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.grad_value(), work.k_tile * BLOCK_N, work.kv_head,
-                                    work.batch);
-    store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.grad_key(), work.k_tile * BLOCK_N, work.kv_head, work.batch);
+    const int row = work.key_row() + work.k_tile * BLOCK_N;
+    store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.grad_value(), row, work.kv_head, work.batch);
+    store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.grad_key(), row, work.kv_head, work.batch);
     store_wait();
   }
 }
@@ -523,6 +552,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
   }
   __syncthreads();
   const int number = PERSISTENT ? 0 : block_number(shared.ticket, params);
+  if (PACKED && work_at(number, params).keys(params) == 0) return;  // the list has room for other lengths
 
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();

@@ -22,6 +22,13 @@ struct BackwardParams {
   int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, logsumexp_pitch;
   int q_tiles, k_tiles, heads_per_group;
   float softmax_scale, softmax_scale_log2;
+  // Of packed sequences (PACKED), one batch: the list of query tiles (q_slots) and then of tiles of keys (k_tiles), two
+  // int4 for each (varlen_schedule.py); q_tiles is how many query tiles of a head the workspace has room for.
+  const int4* entries;
+  void* grad_key;    // [num_kv_heads, total keys, head_dim], last stride 1
+  void* grad_value;  // [num_kv_heads, total keys, head_dim_v]
+  int64_t grad_key_stride_head, grad_key_stride_row, grad_value_stride_head, grad_value_stride_row;
+  int q_slots;
 };
 
 constexpr int CONSUMERS = BLOCK_N / 64;
@@ -61,17 +68,63 @@ struct Piece {
 // What a block does: one tile of keys, and the query tiles from the last down to the first that sees any of them.
 struct Work {
   int k_tile, kv_head, batch, first_q_tile;
+#if PACKED
+  // The sequence's first row of queries and of keys, how many there are, and its first query tile in the workspace.
+  int first_row, seqlen_q, first_key, seqlen_k, workspace_tile;
+  __device__ __forceinline__ int q_tiles(const BackwardParams& params) const { return ceil_div(seqlen_q, BLOCK_M); }
+  __device__ __forceinline__ int queries(const BackwardParams& params) const { return seqlen_q; }
+  __device__ __forceinline__ int keys(const BackwardParams& params) const { return seqlen_k; }
+  __device__ __forceinline__ int query_row() const { return first_row; }
+  __device__ __forceinline__ int key_row() const { return first_key; }
+  __device__ __forceinline__ int first_tile() const { return workspace_tile; }
+#else
+  __device__ __forceinline__ int q_tiles(const BackwardParams& params) const { return params.q_tiles; }
+  __device__ __forceinline__ int queries(const BackwardParams& params) const { return params.seqlen_q; }
+  __device__ __forceinline__ int keys(const BackwardParams& params) const { return params.seqlen_k; }
+  __device__ __forceinline__ int query_row() const { return 0; }
+  __device__ __forceinline__ int key_row() const { return 0; }
+  __device__ __forceinline__ int first_tile() const { return 0; }
+#endif
   __device__ __forceinline__ int tiles(const BackwardParams& params) const {
-    return max(params.q_tiles - first_q_tile, 0);
+    return max(q_tiles(params) - first_q_tile, 0);
   }
 };
+
+// A query tile of one head: its rows in the tensors, of which the first `seqlen_q - first_row` are its own, and its
+// number in the workspace.
+struct QueryTile {
+  int64_t number;
+  int batch, head, origin, first_row, seqlen_q;  // row i of the tile is origin + first_row + i in the tensors
+};
+// One for each block of the kernels that prepare and finish; of packed sequences some have no rows.
+__device__ __forceinline__ QueryTile query_tile_at(int block, const BackwardParams& params) {
+  QueryTile tile;
+#if PACKED
+  const int slot = block % params.q_slots;
+  const int4 first = params.entries[2 * slot], second = params.entries[2 * slot + 1];
+  tile.batch = 0;
+  tile.head = block / params.q_slots;
+  tile.origin = first.y;
+  tile.first_row = first.x * BLOCK_M;
+  tile.seqlen_q = first.z;
+  tile.number = (int64_t)tile.head * params.q_tiles + second.w / BLOCK_M + first.x;
+#else
+  tile.number = block;
+  tile.batch = block / params.q_tiles / params.num_heads;
+  tile.head = block / params.q_tiles % params.num_heads;
+  tile.origin = 0;
+  tile.first_row = block % params.q_tiles * BLOCK_M;
+  tile.seqlen_q = params.seqlen_q;
+#endif
+  return tile;
+}
 
 // Causal: the first keys, which most queries see, come first, of a group of heads whose queries stay in L2 together.
 // Deterministic: the same, since blocks of one head wait for one another: so those that begin together are of many.
 __device__ __forceinline__ Work work_at(int index, const BackwardParams& params) {
   int head;
   Work work;
-  if (IS_CAUSAL || DETERMINISTIC) {
+  if (IS_CAUSAL || DETERMINISTIC || PACKED) {
     const int group_tiles = params.heads_per_group * params.k_tiles;
     const int first = index / group_tiles * params.heads_per_group, within = index % group_tiles;
     const int heads = min(params.heads_per_group, params.batch * params.num_kv_heads - first);
@@ -83,6 +136,16 @@ __device__ __forceinline__ Work work_at(int index, const BackwardParams& params)
   }
   work.batch = head / params.num_kv_heads;
   work.kv_head = head % params.num_kv_heads;
+#if PACKED
+  const int4 first = params.entries[2 * (params.q_slots + work.k_tile)];
+  const int4 second = params.entries[2 * (params.q_slots + work.k_tile) + 1];
+  work.k_tile = first.x;
+  work.first_row = first.y;
+  work.seqlen_q = first.z;
+  work.first_key = first.w;
+  work.seqlen_k = second.y;  // in memory: nobody sees those past the last sequence, but their gradients are zeros
+  work.workspace_tile = second.w / BLOCK_M;
+#endif
   work.first_q_tile = IS_CAUSAL ? work.k_tile * BLOCK_N / BLOCK_M : 0;
   return work;
 }
@@ -108,9 +171,9 @@ __device__ __forceinline__ void for_each_tile(const Work& work, const BackwardPa
   const int group = params.num_heads / params.num_kv_heads;
 #pragma unroll 1
   for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
-    const int first = (work.batch * params.num_heads + head) * params.q_tiles;
+    const int first = (work.batch * params.num_heads + head) * params.q_tiles + work.first_tile();
 #pragma unroll 1
-    for (int number = first + params.q_tiles - 1; number >= first + work.first_q_tile; --number)
+    for (int number = first + work.q_tiles(params) - 1; number >= first + work.first_q_tile; --number)
       visit(head, number - first, number);
   }
 }
@@ -126,21 +189,21 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
   for_each_tile(work, params, [&](int head, int tile, int number) {
     // In the order in which the consumers need them.
     if (first)
-      load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key, shared.k_full(), work.k_tile * BLOCK_N, work.kv_head,
-                                   work.batch);
+      load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key, shared.k_full(), work.key_row() + work.k_tile * BLOCK_N,
+                                   work.kv_head, work.batch);
     barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
-    load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
-                                 head, work.batch);
+    load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
+                                 work.query_row() + tile * BLOCK_M, head, work.batch);
     load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (2 * BLOCK_M),
                                  shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
     q.advance();
     if (first)
-      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value, shared.v_full(), work.k_tile * BLOCK_N, work.kv_head,
-                                     work.batch);
+      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value, shared.v_full(), work.key_row() + work.k_tile * BLOCK_N,
+                                     work.kv_head, work.batch);
     first = false;
     barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
     load_rows<BLOCK_M, HEAD_DIM_V>(grad_out_map, shared.grad_out + d.stage * DO_BYTES, shared.do_full(d.stage),
-                                   tile * BLOCK_M, head, work.batch);
+                                   work.query_row() + tile * BLOCK_M, head, work.batch);
     d.advance();
   });
 }
@@ -250,15 +313,26 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[COLUMNS / 2], flo
   }
 }
 
+// Copies the first rows of a tile of grad_key or grad_value to global memory, by all consumers.
+template <int COLUMNS>
+__device__ __forceinline__ void store_some_rows(uint8_t* destination, int64_t stride_row, uint32_t tile, int rows,
+                                                int columns) {
+  constexpr int CHUNKS = COLUMNS / 8;
+  for (int i = threadIdx.x - 128; i < rows * CHUNKS; i += 128 * CONSUMERS) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
+    if (8 * chunk >= columns) continue;
+    const float4 x = read_four(chunk_address<BLOCK_N>(tile, row, chunk));
+    *(float4*)(destination + 2 * (row * stride_row + 8 * chunk)) = x;
+  }
+}
+
 // Hides keys from queries, in scores of STEP_M queries from `first_row` on: later ones of a causal call, and those past
 // the end, which would only add zeros, but exp2 of their scores may be infinite. This thread's keys are `key`, `key`
 // + 8.
-__device__ __forceinline__ void mask_keys(float (&scores)[STEP_M / 2], int key, int first_row,
-                                          const BackwardParams& params) {
+__device__ __forceinline__ void mask_keys(float (&scores)[STEP_M / 2], int key, int first_row, int seqlen_k) {
   const int hidden = STEP_M + 1;
   const int first_0 = IS_CAUSAL ? key - first_row : 0, first_1 = IS_CAUSAL ? first_0 + 8 : 0;
-  mask_columns(scores, key < params.seqlen_k ? first_0 : hidden, key + 8 < params.seqlen_k ? first_1 : hidden,
-               threadIdx.x % 4);
+  mask_columns(scores, key < seqlen_k ? first_0 : hidden, key + 8 < seqlen_k ? first_1 : hidden, threadIdx.x % 4);
 }
 
 template <bool VALUE>
@@ -269,21 +343,23 @@ struct Flag {
 // One block for each query tile of each head. Eight lanes share a row.
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_prepare(
     const __grid_constant__ BackwardParams params) {
-  const int64_t number = blockIdx.x;
-  const int q_tile = blockIdx.x % params.q_tiles, head = blockIdx.x / params.q_tiles % params.num_heads;
-  const int batch = blockIdx.x / params.q_tiles / params.num_heads;
+  const auto [number, batch, head, origin, first_row, seqlen_q] = query_tile_at(blockIdx.x, params);
+  if (PACKED && seqlen_q == 0) return;
   const uint8_t* out =
-      (const uint8_t*)params.out + 2 * (batch * params.out_stride_batch + head * params.out_stride_head);
+      (const uint8_t*)params.out +
+      2 * (batch * params.out_stride_batch + head * params.out_stride_head + origin * params.out_stride_row);
   const uint8_t* grad_out =
-      (const uint8_t*)params.grad_out + 2 * (batch * params.grad_out_stride_batch + head * params.grad_out_stride_head);
-  const float* logsumexp = params.logsumexp + ((int64_t)batch * params.num_heads + head) * params.logsumexp_pitch;
+      (const uint8_t*)params.grad_out + 2 * (batch * params.grad_out_stride_batch + head * params.grad_out_stride_head +
+                                             origin * params.grad_out_stride_row);
+  const float* logsumexp =
+      params.logsumexp + ((int64_t)batch * params.num_heads + head) * params.logsumexp_pitch + origin;
   float* statistics = params.statistics + number * (2 * BLOCK_M);
   const int lane = threadIdx.x % 8;
 #pragma unroll
   for (int row = threadIdx.x / 8; row < BLOCK_M; row += PREPARE_THREADS / 8) {
-    const int64_t this_row = q_tile * BLOCK_M + row;
+    const int64_t this_row = first_row + row;
     float delta = 0.0f;
-    if (this_row < params.seqlen_q) {
+    if (this_row < seqlen_q) {
 #pragma unroll
       for (int column = 8 * lane; column < HEAD_DIM_V; column += 64)
         if (column < params.head_dim_v)
@@ -294,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
     delta = quad_sum(delta);
     if (lane == 0) {
       // Rows past the end have probability zero everywhere.
-      statistics[row] = this_row < params.seqlen_q ? logsumexp[this_row] * 1.4426950408889634f : INFINITY_F;
+      statistics[row] = this_row < seqlen_q ? logsumexp[this_row] * 1.4426950408889634f : INFINITY_F;
       statistics[BLOCK_M + row] = -delta;
     }
   }
@@ -310,15 +386,15 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
 // One block for each query tile of each head; threads hold what they held in the main kernel.
 extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
     const __grid_constant__ BackwardParams params) {
-  const int64_t number = blockIdx.x;
-  const int q_tile = blockIdx.x % params.q_tiles, head = blockIdx.x / params.q_tiles % params.num_heads;
-  const int batch = blockIdx.x / params.q_tiles / params.num_heads;
+  const auto [number, batch, head, origin, tile_row, seqlen_q] = query_tile_at(blockIdx.x, params);
+  if (PACKED && seqlen_q == 0) return;
   const Piece piece(threadIdx.x / 128);
   const int lane = threadIdx.x % 32;
   const float4* sums = (const float4*)(params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset) + threadIdx.x % 128;
-  const int first_row = q_tile * BLOCK_M + piece.first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
+  const int first_row = tile_row + piece.first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
   uint8_t* grad_query =
-      (uint8_t*)params.grad_query + 2 * (batch * params.grad_query_stride_batch + head * params.grad_query_stride_head);
+      (uint8_t*)params.grad_query + 2 * (batch * params.grad_query_stride_batch + head * params.grad_query_stride_head +
+                                         origin * params.grad_query_stride_row);
 #pragma unroll
   for (int group = 0; group < PIECE_COLUMNS / 8; group += 4) {
     uint32_t words[2][4];
@@ -335,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_fin
     for (int half = 0; half < 2; ++half) {
       quad_transpose(words[half], lane);
       const int64_t row = first_row + 8 * half;
-      if (row < params.seqlen_q && group + lane % 4 < piece.groups && column < params.head_dim)
+      if (row < seqlen_q && group + lane % 4 < piece.groups && column < params.head_dim)
         store_eight(grad_query + 2 * (row * params.grad_query_stride_row + column), words[half]);
     }
   }

@@ -73,11 +73,23 @@ class BackwardParams(ctypes.Structure):
         ("heads_per_group", ctypes.c_int32),  # key heads, counted over the batch, whose queries share L2
         ("softmax_scale", ctypes.c_float),
         ("softmax_scale_log2", ctypes.c_float),
+        # Of packed sequences alone (``varlen.py``).
+        ("entries", ctypes.c_void_p),  # int32 [q_slots + k_tiles, 8], the tiles of queries and of keys
+        ("grad_key", ctypes.c_void_p),
+        ("grad_value", ctypes.c_void_p),
+        ("grad_key_stride_head", ctypes.c_int64),
+        ("grad_key_stride_row", ctypes.c_int64),
+        ("grad_value_stride_head", ctypes.c_int64),
+        ("grad_value_stride_row", ctypes.c_int64),
+        ("q_slots", ctypes.c_int32),
     ]
 
 
 class Specialisation(NamedTuple):
-    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256."""
+    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
+
+    is_packed: sequences follow each other in one tensor (``varlen.py``).
+    """
 
     head_dim: int
     head_dim_v: int
@@ -85,6 +97,7 @@ class Specialisation(NamedTuple):
     is_bf16: bool
     deterministic: bool
     tile: BackwardTile
+    is_packed: bool = False
 
     @property
     def defines(self) -> dict[str, int]:
@@ -107,6 +120,7 @@ class Specialisation(NamedTuple):
             "IS_CAUSAL": int(self.is_causal),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),
+            "PACKED": int(self.is_packed),
         }
 
     @property

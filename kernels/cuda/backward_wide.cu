@@ -18,7 +18,7 @@
 #include "backward.cuh"
 
 static_assert(BLOCK_M == 64 && STEP_M == 64 && BLOCK_N == 64 && CONSUMERS == 1 && SPLIT_ROWS && !KEYS_IN_REGISTERS);
-static_assert(!FIRST_STORES);
+static_assert(!FIRST_STORES && !PACKED);
 // The gradients' warpgroup asks for the next grad_out tile, which is loaded after the next query tile, before it is
 // done with this query tile.
 static_assert(Q_STAGES > 1);
@@ -88,7 +88,8 @@ __device__ __forceinline__ void consume_scores(const TensorMap& grad_value_map, 
   };
   const auto step = [&](int first_row, auto more) {
     const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + quad_lane * 8;
-    if (ends || (IS_CAUSAL && first_row < first_key + BLOCK_N - 1)) mask_keys(scores, thread_key, first_row, params);
+    if (ends || (IS_CAUSAL && first_row < first_key + BLOCK_N - 1))
+      mask_keys(scores, thread_key, first_row, params.seqlen_k);
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 2; i += 4) {
       const float2 logsumexp = read_pair(statistics + 8 * i);

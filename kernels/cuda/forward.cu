@@ -17,12 +17,17 @@
 // first those that all rows see whole, so that the first one gives every row a maximum, then the mixed ones, each with
 // the mask and its own maximum. The number of a key tile travels in shared memory beside it.
 //
+// Packed sequences (PACKED): rows of all sequences follow each other in one tensor, and a list made on the GPU names
+// the query tiles with their sequences (varlen_schedule.py). A key tile that reaches past its sequence brings rows of
+// the next: their scores are hidden as those past the end are, and their values, which may be infinite or NaN, are
+// overwritten with zeros. A query tile that reaches past its sequence goes from registers to global memory.
+//
 // Shared memory: Q_STAGES query tiles, STAGES key and STAGES value tiles, each a row of boxes of 64 columns (tma.cuh).
 // With a single query buffer (head_dim above 192) outputs go from registers to global memory.
 // Registers: BLOCK_N / 2 + BLOCK_N / 4 + HEAD_DIM_V / 2 for S, P and out, of 232 with two consumers and 160 with three.
 //
 // Defined by the host (forward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, BLOCK_N, STAGES, Q_STAGES,
-// IS_CAUSAL, MASKED, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
+// IS_CAUSAL, MASKED, PACKED, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
 #include "barrier.cuh"
 #include "mask.cuh"
 #if MASKED
@@ -41,7 +46,8 @@ struct ForwardParams {
   int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim_v;
   int num_tiles, q_tiles, heads_per_group;
   float softmax_scale_log2;
-  MaskParams mask;  // if MASKED
+  MaskParams mask;      // if MASKED
+  const int4* entries;  // if PACKED: two for each of q_tiles tiles, see varlen_schedule.py
 };
 
 constexpr int CONSUMERS = BLOCK_M / 64;
@@ -51,10 +57,11 @@ static_assert(!IS_CAUSAL || ceil_div(BLOCK_M - 64, BLOCK_N) < STAGES);
 // So the diagonal of a warpgroup's 64 rows lies within one key tile.
 static_assert(!IS_CAUSAL || BLOCK_N % 64 == 0);
 static_assert(!(IS_CAUSAL && MASKED));
+static_assert(!(PACKED && MASKED));
 // In the pieces that lists are made of, and as many keys as one word has bits for.
 static_assert(!MASKED || (BLOCK_N % 16 == 0 && BLOCK_N <= 128));
 // Query tiles differ in length, so that a counter hands them out.
-constexpr bool COUNTED = IS_CAUSAL || MASKED;
+constexpr bool COUNTED = IS_CAUSAL || MASKED || PACKED;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 // With two query buffers the output leaves through its query's; a single one is needed for the next query before.
@@ -66,6 +73,9 @@ constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 // What the producer tells the consumers about a tile. key_tiles: how many to visit; with a mask KeyList::counts().
 struct Tile {
   int first_row, head, batch, key_tiles;
+#if PACKED
+  int row_end, first_key, seqlen_k, unused;  // the sequence's: last row + 1 and first key in the tensors, length
+#endif
 };
 
 // Byte addresses in shared memory.
@@ -117,17 +127,27 @@ struct Scheduler {
 __device__ __forceinline__ Tile tile_at(int index, const ForwardParams& params) {
   int head, q_tile;
   if (COUNTED) {
+    // With packed sequences the list has the longest first.
     const int group_tiles = params.heads_per_group * params.q_tiles;
     const int group = index / group_tiles, within = index % group_tiles;
     const int first = group * params.heads_per_group;
     const int heads = min(params.heads_per_group, params.batch * params.num_heads - first);
     head = first + within % heads;
-    q_tile = params.q_tiles - 1 - within / heads;
+    q_tile = PACKED ? within / heads : params.q_tiles - 1 - within / heads;
   } else {
     head = index / params.q_tiles;
     q_tile = index % params.q_tiles;
   }
   Tile tile;
+#if PACKED
+  // Number of the tile in its sequence, then the first query, how many there are, and likewise of keys.
+  const int4 entry = params.entries[2 * q_tile];
+  const int first_row = entry.x * BLOCK_M, seqlen_k = params.entries[2 * q_tile + 1].x;
+  const int seen = IS_CAUSAL ? min(seqlen_k, first_row + BLOCK_M) : seqlen_k;
+  // A query tile without keys visits one, all of it hidden; without queries it is none.
+  const int key_tiles = entry.z == 0 ? 0 : ceil_div(max(seen, 1), BLOCK_N);
+  return {entry.y + first_row, head, 0, key_tiles, entry.y + entry.z, entry.w, seqlen_k, 0};
+#endif
   tile.first_row = q_tile * BLOCK_M;
   tile.batch = head / params.num_heads;
   tile.head = head % params.num_heads;
@@ -140,6 +160,11 @@ __device__ __forceinline__ void write_tile(uint32_t address, const Tile& tile) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(tile.first_row), "r"(tile.head),
                "r"(tile.batch), "r"(tile.key_tiles)
                : "memory");
+#if PACKED
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address + 16), "r"(tile.row_end), "r"(tile.first_key),
+               "r"(tile.seqlen_k), "r"(0)
+               : "memory");
+#endif
 }
 // By one thread.
 __device__ __forceinline__ Tile read_tile(uint32_t address) {
@@ -148,13 +173,38 @@ __device__ __forceinline__ Tile read_tile(uint32_t address) {
                : "=r"(tile.first_row), "=r"(tile.head), "=r"(tile.batch), "=r"(tile.key_tiles)
                : "r"(address)
                : "memory");
+#if PACKED
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(tile.row_end), "=r"(tile.first_key), "=r"(tile.seqlen_k), "=r"(tile.unused)
+               : "r"(address + 16)
+               : "memory");
+#endif
   return tile;
 }
 // By a whole warp. Lane 0 reads, since it also tells the producer that the description may be overwritten.
 __device__ __forceinline__ Tile warp_read_tile(uint32_t address) {
   Tile tile = {};
   if (threadIdx.x % 32 == 0) tile = read_tile(address);
-  return {uniform(tile.first_row), uniform(tile.head), uniform(tile.batch), uniform(tile.key_tiles)};
+  return {uniform(tile.first_row),
+          uniform(tile.head),
+          uniform(tile.batch),
+          uniform(tile.key_tiles),
+#if PACKED
+          uniform(tile.row_end),
+          uniform(tile.first_key),
+          uniform(tile.seqlen_k),
+          0
+#endif
+  };
+}
+
+// The end of the rows that are the tile's own: its sequence's, or else `limit`.
+__device__ __forceinline__ int row_limit(const Tile& tile, int limit) {
+#if PACKED
+  return min(tile.row_end, limit);
+#else
+  return limit;
+#endif
 }
 
 __device__ __forceinline__ void produce(const TensorMap& query_map, const TensorMap& key_map,
@@ -165,6 +215,12 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
   Scheduler scheduler(params);
   for (; scheduler.index < params.num_tiles; scheduler.advance(params)) {
     Tile tile = tile_at(scheduler.index, params);
+    if (PACKED && tile.key_tiles == 0) continue;
+#if PACKED
+    const int first_key = tile.first_key;
+#else
+    constexpr int first_key = 0;
+#endif
     const int kv_head = tile.head / queries_per_kv;
 
     const auto load_query = [&] {
@@ -177,14 +233,14 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
     const auto load_key = [&](int j) {
       barrier_wait(shared.k_empty(k.stage), k.phase ^ 1);
       if (MASKED) write_word(shared.number(k.stage), j);
-      load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key + k.stage * K_BYTES, shared.k_full(k.stage), j * BLOCK_N,
-                                   kv_head, tile.batch);
+      load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key + k.stage * K_BYTES, shared.k_full(k.stage),
+                                   first_key + j * BLOCK_N, kv_head, tile.batch);
       k.advance();
     };
     const auto load_value = [&](int j) {
       barrier_wait(shared.v_empty(v.stage), v.phase ^ 1);
-      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value + v.stage * V_BYTES, shared.v_full(v.stage), j * BLOCK_N,
-                                     kv_head, tile.batch);
+      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value + v.stage * V_BYTES, shared.v_full(v.stage),
+                                     first_key + j * BLOCK_N, kv_head, tile.batch);
       v.advance();
     };
 
@@ -221,7 +277,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
   scheduler.finish(params);
   // A tile without keys ends the consumers.
   barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
-  write_tile(shared.tiles + q.stage * sizeof(Tile), Tile{0, 0, 0, 0});
+  write_tile(shared.tiles + q.stage * sizeof(Tile), Tile{});
   barrier_arrive(shared.q_full(q.stage));
 }
 
@@ -232,8 +288,10 @@ __device__ __forceinline__ void store_tiles(const TensorMap& out_map, const Shar
     const Tile tile = read_tile(shared.tiles + q.stage * sizeof(Tile));
     if (tile.key_tiles == 0) return;
     barrier_wait(shared.out_full(q.stage), q.phase);
-    store_rows<BLOCK_M, HEAD_DIM_V>(out_map, shared.query + q.stage * Q_BYTES, tile.first_row, tile.head, tile.batch);
-    store_wait();
+    if (row_limit(tile, tile.first_row + BLOCK_M) == tile.first_row + BLOCK_M) {
+      store_rows<BLOCK_M, HEAD_DIM_V>(out_map, shared.query + q.stage * Q_BYTES, tile.first_row, tile.head, tile.batch);
+      store_wait();
+    }
     barrier_arrive(shared.q_empty(q.stage));
   }
 }
@@ -282,7 +340,7 @@ __device__ __forceinline__ void finish(const Softmax& softmax, const Tile& tile,
     const float sum = quad_sum(softmax.sum[half]);
     inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
     const int this_row = row + 8 * half;
-    if (WRITE_LSE && this_row < params.seqlen_q && threadIdx.x % 4 == 0) {
+    if (WRITE_LSE && this_row < row_limit(tile, params.seqlen_q) && threadIdx.x % 4 == 0) {
       const int64_t head = (int64_t)tile.batch * params.num_heads + tile.head;
       // log2(sum) + shift is in base 2.
       params.logsumexp[head * params.seqlen_q + this_row] = (__log2f(sum) + softmax.shift[half]) * 0.6931471805599453f;
@@ -327,7 +385,7 @@ __device__ __forceinline__ void store_out(const float (&out)[HEAD_DIM_V / 2], co
       }
       quad_transpose(words, lane);
       const int column = 8 * (group + lane % 4);
-      if (this_row < params.seqlen_q && column < params.head_dim_v)
+      if (this_row < row_limit(tile, params.seqlen_q) && column < params.head_dim_v)
         asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(base + 2 * column), "r"(words[0]), "r"(words[1]),
                      "r"(words[2]), "r"(words[3])
                      : "memory");
@@ -370,8 +428,10 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   int mixed_left;            // how many mixed ones are left, with a mask
   bool first_mixed;          // does the query tile begin with a mixed one?
   const uint8_t* mask_rows;  // the mask of the tile's batch and head
-  int tile_row;              // first row of the tile
+  int tile_row;              // first row of the tile, counted as its keys are
+  int tile_keys;             // how many keys the tile's sequence has, of packed ones
   bool accumulate = false;   // true once `out` holds a product of this query tile
+  const auto seqlen_k = [&] { return PACKED ? tile_keys : params.seqlen_k; };
 
   // Reads the next query tile, and passes over key tiles that none of the warpgroup's rows sees.
   const auto begin_tile = [&] {
@@ -388,11 +448,16 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       j = tile.key_tiles - 1;
       if (j < 0) return false;
     }
+#if PACKED
+    tile_row = tile.first_row - tile.first_key;
+    tile_keys = tile.seqlen_k;
+#else
     tile_row = tile.first_row;
+#endif
     const int first_row = tile_row + 64 * warpgroup;
     query = descriptor(shared.query + q.stage * Q_BYTES + warpgroup * 64 * BOX_ROW_BYTES, 0);
     if (IS_CAUSAL) {
-      for (; j >= ceil_div(min(params.seqlen_k, first_row + 64), BLOCK_N); --j) {
+      for (; j >= ceil_div(min(seqlen_k(), first_row + 64), BLOCK_N) && !(PACKED && j == 0); --j) {
         barrier_wait(shared.k_full(k.stage), k.phase);
         release(shared.k_empty(k.stage));
         barrier_wait(shared.v_full(k.stage), k.phase);
@@ -415,7 +480,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     wgmma_commit();
   };
   const auto mask_scores = [&] {
-    const int last = params.seqlen_k - 1, row = tile_row + row_of_thread(), first_key = j * BLOCK_N;
+    const int last = seqlen_k() - 1, row = tile_row + row_of_thread(), first_key = j * BLOCK_N;
     mask(scores, (IS_CAUSAL ? min(last, row) : last) - first_key, (IS_CAUSAL ? min(last, row + 8) : last) - first_key,
          threadIdx.x % 4);
   };
@@ -500,21 +565,29 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       release(shared.k_empty(k.stage));
       k.advance();
       // Only this tile can hold keys that some rows see and others do not, or the end of the keys.
-      if (IS_CAUSAL || (j + 1) * BLOCK_N > params.seqlen_k) mask_scores();
+      if (IS_CAUSAL || (j + 1) * BLOCK_N > seqlen_k()) mask_scores();
     }
     float rescale[2];
     softmax.reset();
     softmax.restart(scores, scale_log2, rescale);
+    if (PACKED && (j + 1) * BLOCK_N > seqlen_k()) {
+      const Ring<STAGES> v = k.previous();
+      barrier_wait(shared.v_full(v.stage), v.phase);
+      clear_rows<BLOCK_N, HEAD_DIM_V>(shared.value + v.stage * V_BYTES, seqlen_k() - j * BLOCK_N, 4 + warpgroup);
+    }
   };
 
   const auto send = [&](const float (&inverse)[2], int q_stage, const Tile& tile) {
     // A row that sees no key is zeros, whatever the values in the tiles that other rows see.
-    if (MASKED && __any_sync(0xFFFFFFFF, inverse[0] == 0.0f || inverse[1] == 0.0f)) {
+    if ((MASKED || PACKED) && __any_sync(0xFFFFFFFF, inverse[0] == 0.0f || inverse[1] == 0.0f)) {
 #pragma unroll
       for (int i = 0; i < HEAD_DIM_V / 2; ++i) out[i] = inverse[i / 2 % 2] == 0.0f ? 0.0f : out[i];
     }
     if constexpr (STAGE_OUT) {
-      stage_out(out, inverse, shared.query + q_stage * Q_BYTES, row_of_warp());
+      if (row_limit(tile, tile.first_row + BLOCK_M) == tile.first_row + BLOCK_M)
+        stage_out(out, inverse, shared.query + q_stage * Q_BYTES, row_of_warp());
+      else
+        store_out(out, inverse, tile, tile.first_row + row_of_thread(), params);
       __syncwarp();
       release(shared.out_full(q_stage));
       release(shared.q_empty(q_stage));

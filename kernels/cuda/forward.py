@@ -60,13 +60,15 @@ class ForwardParams(ctypes.Structure):
         ("heads_per_group", ctypes.c_int32),  # query heads, counted over the batch, whose keys and values share L2
         ("softmax_scale_log2", ctypes.c_float),
         ("mask", MaskParams),  # zeros without a mask
+        ("entries", ctypes.c_void_p),  # int32 [q_tiles, 8], the tiles of packed sequences, or null
     ]
 
 
 class Specialisation(NamedTuple):
     """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
 
-    is_masked: there is a bool mask. The binary then holds the kernel that makes its lists too.
+    is_masked: there is a bool mask. The binary then holds the kernel that makes its lists too. is_packed: sequences
+    follow each other in one tensor (``varlen.py``).
     """
 
     head_dim: int
@@ -76,6 +78,7 @@ class Specialisation(NamedTuple):
     write_lse: bool
     tile: Tile
     is_masked: bool = False
+    is_packed: bool = False
 
     @property
     def defines(self) -> dict[str, int]:
@@ -91,6 +94,7 @@ class Specialisation(NamedTuple):
             "PING_PONG": int(tile.ping_pong),
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
+            "PACKED": int(self.is_packed),
             "IS_BF16": int(self.is_bf16),
             "WRITE_LSE": int(self.write_lse),
         }

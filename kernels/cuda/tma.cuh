@@ -1,6 +1,6 @@
 // The copy engine (TMA): boxes of rank-4 tensors, whose dimensions are (column, row, head, batch), into shared memory.
 #pragma once
-#include "types.cuh"
+#include "barrier.cuh"
 
 // A box is 64 16-bit columns wide: 128 bytes, which the 128-byte swizzle spreads over the banks.
 constexpr int BOX_COLUMNS = 64;
@@ -77,4 +77,18 @@ __device__ __forceinline__ void store_wait_written() {
 // Makes this thread's writes to shared memory visible to the copy engine, once a barrier has ordered them.
 __device__ __forceinline__ void store_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Overwrites the rows from `first` on of a tile of ROWS rows with zeros, by one warpgroup, which meets at the named
+// barrier: then its products read them. Other warpgroups may do so at the same time.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void clear_rows(uint32_t tile, int first, int name) {
+#pragma unroll
+  for (int box = 0; box < ceil_div(COLUMNS, BOX_COLUMNS); ++box) {
+    for (int byte = first * BOX_ROW_BYTES + 16 * (threadIdx.x % 128); byte < ROWS * BOX_ROW_BYTES; byte += 16 * 128)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + box * ROWS * BOX_ROW_BYTES + byte), "r"(0)
+                   : "memory");
+  }
+  store_fence();
+  named_sync(name, 128);
 }
