@@ -16,31 +16,38 @@
 // With a bool mask (MASKED) the key tiles to visit are those of a list (mask.cuh), which the loading warp reads ahead:
 // first those that all rows see whole, so that the first one gives every row a maximum, then the mixed ones, each with
 // the mask and its own maximum. The number of a key tile travels in shared memory beside it.
+// With a float mask (BIAS_BYTES) mixed tiles have their part of it in shared memory too (bias.cuh), and take no maximum
+// either where their rows have a shift that may serve: then mask and shift are joined while the products run.
 //
 // Shared memory: Q_STAGES query tiles, STAGES key and STAGES value tiles, each a row of boxes of 64 columns (tma.cuh).
 // With a single query buffer (head_dim above 192) outputs go from registers to global memory.
 // Registers: BLOCK_N / 2 + BLOCK_N / 4 + HEAD_DIM_V / 2 for S, P and out, of 232 with two consumers and 160 with three.
 //
 // Defined by the host (forward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, BLOCK_N, STAGES, Q_STAGES,
-// IS_CAUSAL, MASKED, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
+// IS_CAUSAL, MASKED, BIAS_BYTES (of an element of a float mask, or 0), BIAS_PER_KEY (it has one row for all queries),
+// BIAS_STAGES (tiles of it in flight), IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
 #include "barrier.cuh"
 #include "mask.cuh"
 #if MASKED
 #include "mask_lists.cuh"
 #endif
 #include "softmax.cuh"
+#if BIAS_BYTES
+#include "bias.cuh"
+#endif
 #include "wgmma.cuh"
 #include "wgmma_instructions.cuh"
 
 // Mirrored by forward.py.
 struct ForwardParams {
   void* out;         // [batch, num_heads, seqlen_q, head_dim_v], last stride 1
-  float* logsumexp;  // [batch, num_heads, seqlen_q] contiguous
+  float* logsumexp;  // [batch, num_heads, seqlen_q] contiguous; with a float mask twice, the second what rounding cut off
   int* counters;     // if COUNTED: tiles handed out after each block's first, blocks done; both zero between launches
   int64_t out_stride_batch, out_stride_head, out_stride_row;  // elements
   int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim_v;
   int num_tiles, q_tiles, heads_per_group;
-  float softmax_scale_log2;
+  float softmax_scale_log2, softmax_scale;
+  int batch_first;  // of tiles next to each other: those of all batches of a head, which share its mask
   MaskParams mask;  // if MASKED
 };
 
@@ -51,17 +58,22 @@ static_assert(!IS_CAUSAL || ceil_div(BLOCK_M - 64, BLOCK_N) < STAGES);
 // So the diagonal of a warpgroup's 64 rows lies within one key tile.
 static_assert(!IS_CAUSAL || BLOCK_N % 64 == 0);
 static_assert(!(IS_CAUSAL && MASKED));
+static_assert(MASKED || !BIAS_BYTES);
 // In the pieces that lists are made of, and as many keys as one word has bits for.
 static_assert(!MASKED || (BLOCK_N % 16 == 0 && BLOCK_N <= 128));
 // Query tiles differ in length, so that a counter hands them out.
 constexpr bool COUNTED = IS_CAUSAL || MASKED;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
+// Where tiles of a mask are loaded too, the loading thread has more to remember.
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : BIAS_BYTES ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : BIAS_BYTES ? 224 : 232;
 // With two query buffers the output leaves through its query's; a single one is needed for the next query before.
 constexpr bool STAGE_OUT = Q_STAGES > 1;
 constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
+#if !BIAS_BYTES
+constexpr int BIAS_TILE_BYTES = 0;
+#endif
 
 // What the producer tells the consumers about a tile. key_tiles: how many to visit; with a mask KeyList::counts().
 struct Tile {
@@ -70,12 +82,13 @@ struct Tile {
 
 // Byte addresses in shared memory.
 struct Shared {
-  uint32_t query, key, value, tiles, barriers;
+  uint32_t query, key, value, bias, tiles, barriers;
   __device__ explicit Shared(uint32_t base)
       : query(base),
         key(query + Q_STAGES * Q_BYTES),
         value(key + STAGES * K_BYTES),
-        tiles(value + STAGES * V_BYTES),
+        bias(value + STAGES * V_BYTES),
+        tiles(bias + BIAS_STAGES * BIAS_TILE_BYTES),
         barriers(tiles + Q_STAGES * sizeof(Tile)) {}
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
   __device__ uint32_t q_full(int stage) const { return barrier(stage); }
@@ -85,8 +98,10 @@ struct Shared {
   __device__ uint32_t k_empty(int stage) const { return barrier(2 * Q_STAGES + STAGES + stage); }
   __device__ uint32_t v_full(int stage) const { return barrier(2 * Q_STAGES + 2 * STAGES + stage); }
   __device__ uint32_t v_empty(int stage) const { return barrier(2 * Q_STAGES + 3 * STAGES + stage); }
+  __device__ uint32_t bias_full(int stage) const { return barrier(3 * Q_STAGES + 4 * STAGES + stage); }
+  __device__ uint32_t bias_empty(int stage) const { return bias_full(BIAS_STAGES + stage); }
   // The number of the key tile in this stage, with a mask.
-  __device__ uint32_t number(int stage) const { return barrier(3 * Q_STAGES + 4 * STAGES) + 4 * stage; }
+  __device__ uint32_t number(int stage) const { return bias_full(2 * BIAS_STAGES) + 4 * stage; }
 };
 
 // Hands tiles to blocks: the first by block number; then, where all tiles are equal, every gridDim-th, and otherwise
@@ -129,8 +144,9 @@ __device__ __forceinline__ Tile tile_at(int index, const ForwardParams& params) 
   }
   Tile tile;
   tile.first_row = q_tile * BLOCK_M;
-  tile.batch = head / params.num_heads;
-  tile.head = head % params.num_heads;
+  const bool batch_first = BIAS_BYTES && params.batch_first;
+  tile.batch = batch_first ? head % params.batch : head / params.num_heads;
+  tile.head = batch_first ? head / params.batch : head % params.num_heads;
   const int visible = IS_CAUSAL ? min(params.seqlen_k, tile.first_row + BLOCK_M) : params.seqlen_k;
   tile.key_tiles = ceil_div(visible, BLOCK_N);
   return tile;
@@ -158,8 +174,10 @@ __device__ __forceinline__ Tile warp_read_tile(uint32_t address) {
 }
 
 __device__ __forceinline__ void produce(const TensorMap& query_map, const TensorMap& key_map,
-                                        const TensorMap& value_map, const ForwardParams& params, const Shared& shared) {
+                                        const TensorMap& value_map, const TensorMap& bias_map,
+                                        const ForwardParams& params, const Shared& shared) {
   Ring<Q_STAGES> q;
+  Ring<BIAS_STAGES> bias;
   Ring<STAGES> k, v;
   const int queries_per_kv = params.num_heads / params.num_kv_heads;
   Scheduler scheduler(params);
@@ -187,6 +205,15 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
                                      kv_head, tile.batch);
       v.advance();
     };
+    const auto load_mask = [&](int j) {
+#if BIAS_BYTES
+      barrier_wait(shared.bias_empty(bias.stage), bias.phase ^ 1);
+      load_bias(bias_map, shared.bias + bias.stage * BIAS_TILE_BYTES, shared.bias_full(bias.stage), j * BLOCK_N,
+                BIAS_PER_KEY ? 0 : tile.first_row, params.mask.stride_head ? tile.head : 0,
+                params.mask.stride_batch ? tile.batch : 0);
+      bias.advance();
+#endif
+    };
 
     // The order in which the consumers need them; a single query buffer is free later than the first key buffer.
     if constexpr (MASKED) {
@@ -196,6 +223,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
       int j = list[0], next = list[1];
       if (Q_STAGES > 1) load_query();
       load_key(j);
+      if (list.full == 0) load_mask(j);
       if (Q_STAGES == 1) load_query();
 #pragma unroll 1
       for (int position = 1; position < list.visited; ++position) {
@@ -203,6 +231,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
         j = next;
         next = list[position + 1];
         load_key(j);
+        if (position >= list.full) load_mask(j);
         load_value(before);
       }
       load_value(j);
@@ -274,8 +303,10 @@ __device__ __forceinline__ void pack_probabilities(uint32_t (&packed)[BLOCK_N / 
   for (int i = 0; i < BLOCK_N / 4; ++i) packed[i] = pack(scores[2 * i], scores[2 * i + 1]);
 }
 
+using RowSoftmax = Softmax<(BIAS_BYTES > 0)>;
+
 // The factors that turn `out` into averages, and the logsumexp of the two rows.
-__device__ __forceinline__ void finish(const Softmax& softmax, const Tile& tile, int row, float (&inverse)[2],
+__device__ __forceinline__ void finish(const RowSoftmax& softmax, const Tile& tile, int row, float (&inverse)[2],
                                        const ForwardParams& params) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -284,8 +315,16 @@ __device__ __forceinline__ void finish(const Softmax& softmax, const Tile& tile,
     const int this_row = row + 8 * half;
     if (WRITE_LSE && this_row < params.seqlen_q && threadIdx.x % 4 == 0) {
       const int64_t head = (int64_t)tile.batch * params.num_heads + tile.head;
-      // log2(sum) + shift is in base 2.
-      params.logsumexp[head * params.seqlen_q + this_row] = (__log2f(sum) + softmax.shift[half]) * 0.6931471805599453f;
+      float* const logsumexp = params.logsumexp + head * params.seqlen_q + this_row;
+      if constexpr (BIAS_BYTES > 0) {
+        const float shift = softmax.shift[half], log_sum = __log2f(sum) * 0.6931471805599453f, high = shift + log_sum;
+        logsumexp[0] = high;
+        logsumexp[(int64_t)params.batch * params.num_heads * params.seqlen_q] =
+            high == -INFINITY_F ? 0.0f : (shift - high) + log_sum;
+      } else {
+        // log2(sum) + shift is in base 2.
+        logsumexp[0] = (__log2f(sum) + softmax.shift[half]) * 0.6931471805599453f;
+      }
     }
   }
 }
@@ -347,6 +386,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   const float scale_log2 = params.softmax_scale_log2;
   Ring<Q_STAGES> q;
   Ring<STAGES> k;
+  Ring<BIAS_STAGES> bias_ring;
 
   // Named barriers 1 to CONSUMERS pass the turn at the matrix unit around.
   const auto take_turn = [&] {
@@ -363,7 +403,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   float out[HEAD_DIM_V / 2] = {};
   float scores[BLOCK_N / 2];
   uint32_t probabilities[BLOCK_N / 4];
-  Softmax softmax;
+  RowSoftmax softmax;
   softmax.reset();
   uint32_t query;            // descriptor of this warpgroup's rows
   int j;                     // the current key tile; with a mask, how many full ones are left to visit
@@ -420,11 +460,28 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
          threadIdx.x % 4);
   };
 
+  // The first key of the tile in the current stage.
+  const auto first_key_of_stage = [&] { return uniform(read_word(shared.number(k.stage))) * BLOCK_N; };
   // What these rows see of the mixed key tile in the current stage. Begins the loads: best before a wait for products.
   const auto read_mask = [&] {
-    const int first_key = uniform(read_word(shared.number(k.stage))) * BLOCK_N;
+    const int first_key = first_key_of_stage();
     return Seen<BLOCK_N>(params.mask, mask_rows, tile_row + row_of_thread(), first_key, params.seqlen_q,
                          params.seqlen_k);
+  };
+
+  // `Softmax::restart` of the scores of a tile without a mask.
+  const auto restart = [&](float (&rescale)[2]) {
+    if constexpr (BIAS_BYTES > 0) {
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 2; ++i) scores[i] *= params.softmax_scale;
+      softmax.restart_natural(scores, rescale);
+    } else {
+      softmax.restart(scores, scale_log2, rescale);
+    }
+  };
+  const auto rescale_out = [&](const float (&rescale)[2]) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM_V / 2; ++i) out[i] *= rescale[i / 2 % 2];
   };
 
   // One key tile that is not its query tile's first.
@@ -448,16 +505,62 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       float rescale[2];
       softmax.sum[0] = sum[0];
       softmax.sum[1] = sum[1];
-      softmax.restart(scores, scale_log2, rescale);
-#pragma unroll
-      for (int i = 0; i < HEAD_DIM_V / 2; ++i) out[i] *= rescale[i / 2 % 2];
+      restart(rescale);
+      rescale_out(rescale);
       pack_probabilities(probabilities, scores);
       __syncwarp();  // all lanes have read the keys
     }
     release(shared.k_empty(k.stage));
     k.advance();
   };
-  // The same for a mixed one. Rows may have seen no key before, or see none here, so that the maximum is taken.
+#if BIAS_BYTES
+  const auto bias_tile = [&] { return shared.bias + bias_ring.stage * BIAS_TILE_BYTES; };
+  const auto release_bias = [&] {
+    release(shared.bias_empty(bias_ring.stage));
+    bias_ring.advance();
+  };
+  // The same for a mixed one with a float mask. Rows whose shifts may serve join them with the mask while the first product runs; whether they do
+  // serve the sums tell, as in `step`. That includes a NaN: the mask may hide the key that it comes from.
+  const auto biased_step = [&] {
+    barrier_wait(shared.k_full(k.stage), k.phase);
+    take_turn();
+    issue_scores();
+    const Ring<STAGES> v = k.previous();
+    barrier_wait(shared.v_full(v.stage), v.phase);
+    issue_out(v.stage);
+    pass_turn();
+    accumulate = true;
+    const int last_key = params.seqlen_k - 1 - first_key_of_stage();
+    const bool ordinary = __all_sync(0xFFFFFFFF, softmax.ordinary());
+    barrier_wait(shared.bias_full(bias_ring.stage), bias_ring.phase);
+    float addends[BLOCK_N / 2];
+    read_bias(addends, bias_tile(), row_of_warp(), last_key);
+    const float subtract[2] = {softmax.shift[0] * LOG2E, softmax.shift[1] * LOG2E};
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; ++i) addends[i] = fmaf(addends[i], LOG2E, -subtract[i / 2 % 2]);
+    wgmma_wait<1>();
+    const float sum[2] = {softmax.sum[0], softmax.sum[1]};
+    bool serves = false;
+    if (ordinary) serves = softmax.update(scores, scale_log2, addends);
+    wgmma_wait<0>();
+    release(shared.v_empty(v.stage));
+    if (__any_sync(0xFFFFFFFF, !serves)) {
+      if (ordinary) warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(), shared.key + k.stage * K_BYTES);
+      float rescale[2];
+      softmax.sum[0] = sum[0];
+      softmax.sum[1] = sum[1];
+      add_bias(scores, params.softmax_scale, bias_tile(), row_of_warp(), last_key);
+      softmax.restart_natural(scores, rescale);
+      rescale_out(rescale);
+    }
+    pack_probabilities(probabilities, scores);
+    __syncwarp();  // all lanes have read keys and mask
+    release(shared.k_empty(k.stage));
+    release_bias();
+    k.advance();
+  };
+#else
+  // The same for a mixed one with a bool mask. Rows may have seen no key before, or see none here, so that the maximum is taken.
   const auto mixed_step = [&] {
     barrier_wait(shared.k_full(k.stage), k.phase);
     take_turn();
@@ -476,15 +579,34 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     softmax.restart(scores, scale_log2, rescale);
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
-    if (__any_sync(0xFFFFFFFF, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
-#pragma unroll
-      for (int i = 0; i < HEAD_DIM_V / 2; ++i) out[i] *= rescale[i / 2 % 2];
-    }
+    if (__any_sync(0xFFFFFFFF, rescale[0] != 1.0f || rescale[1] != 1.0f)) rescale_out(rescale);
     pack_probabilities(probabilities, scores);
   };
+#endif
   // Softmax of a query tile's first key tile, which `wait` waits for.
   const auto first_softmax = [&](auto wait) {
-    if constexpr (MASKED) {
+    if constexpr (BIAS_BYTES > 0) {
+#if BIAS_BYTES
+      float rescale[2];
+      softmax.reset();
+      if (first_mixed) {
+        const int last_key = params.seqlen_k - 1 - first_key_of_stage();
+        barrier_wait(shared.bias_full(bias_ring.stage), bias_ring.phase);
+        wait();
+        add_bias(scores, params.softmax_scale, bias_tile(), row_of_warp(), last_key);
+        softmax.restart_natural(scores, rescale);
+        __syncwarp();
+        release_bias();
+      } else {
+        wait();
+        restart(rescale);
+        --j;
+      }
+      release(shared.k_empty(k.stage));
+      k.advance();
+      return;
+#endif
+    } else if constexpr (MASKED) {
       if (first_mixed) {
         const auto seen = read_mask();
         wait();
@@ -531,7 +653,11 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   for (;;) {
     if constexpr (MASKED) {
       for (; j > 0; --j) step();
+#if BIAS_BYTES
+      for (; mixed_left > 0; --mixed_left) biased_step();
+#else
       for (; mixed_left > 0; --mixed_left) mixed_step();
+#endif
     } else {
       for (--j; j >= 0; --j) step();
     }
@@ -569,7 +695,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
                                                                        const __grid_constant__ TensorMap key_map,
                                                                        const __grid_constant__ TensorMap value_map,
                                                                        const __grid_constant__ TensorMap out_map,
-                                                                       const __grid_constant__ ForwardParams params) {
+                                                                       const __grid_constant__ ForwardParams params
+#if BIAS_BYTES
+                                                                       ,
+                                                                       const __grid_constant__ TensorMap bias_map
+#endif
+) {
+#if !BIAS_BYTES
+  const TensorMap& bias_map = query_map;  // unused
+#endif
   // The swizzle counts from multiples of 1024 bytes.
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
@@ -591,13 +725,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
       barrier_init(shared.v_full(stage), 1);
       barrier_init(shared.v_empty(stage), 4 * CONSUMERS);
     }
+    for (int stage = 0; BIAS_BYTES && stage < BIAS_STAGES; ++stage) {
+      barrier_init(shared.bias_full(stage), 1);
+      barrier_init(shared.bias_empty(stage), 4 * CONSUMERS);
+    }
     barrier_init_fence();
   }
   __syncthreads();
 
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) produce(query_map, key_map, value_map, params, shared);
+    if (threadIdx.x == 0) produce(query_map, key_map, value_map, bias_map, params, shared);
     if (STAGE_OUT && threadIdx.x == 32) store_tiles(out_map, shared);
   } else {
     registers_claim<CONSUMER_REGISTERS>();

@@ -44,7 +44,7 @@ class ForwardParams(ctypes.Structure):
 
     _fields_ = [
         ("out", ctypes.c_void_p),
-        ("logsumexp", ctypes.c_void_p),  # float32 [B, H, Sq], or null
+        ("logsumexp", ctypes.c_void_p),  # float32 [B, H, Sq], or null; with a float mask [2, B, H, Sq]
         ("counters", ctypes.c_void_p),  # two int32, zero between launches, of nobody else's while this one runs
         ("out_stride_batch", ctypes.c_int64),  # in elements, as all strides
         ("out_stride_head", ctypes.c_int64),
@@ -59,6 +59,8 @@ class ForwardParams(ctypes.Structure):
         ("q_tiles", ctypes.c_int32),  # query tiles of a head
         ("heads_per_group", ctypes.c_int32),  # query heads, counted over the batch, whose keys and values share L2
         ("softmax_scale_log2", ctypes.c_float),
+        ("softmax_scale", ctypes.c_float),
+        ("batch_first", ctypes.c_int32),  # do the batches of a head, which share its mask, come next to each other?
         ("mask", MaskParams),  # zeros without a mask
     ]
 
@@ -66,7 +68,8 @@ class ForwardParams(ctypes.Structure):
 class Specialisation(NamedTuple):
     """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
 
-    is_masked: there is a bool mask. The binary then holds the kernel that makes its lists too.
+    is_masked: there is a mask. The binary then holds the kernel that makes its lists too. bias_bytes: the size of an
+    element where it is of floats, otherwise 0; bias_per_key: then, whether all queries share one row of it.
     """
 
     head_dim: int
@@ -76,6 +79,8 @@ class Specialisation(NamedTuple):
     write_lse: bool
     tile: Tile
     is_masked: bool = False
+    bias_bytes: int = 0
+    bias_per_key: bool = False
 
     @property
     def defines(self) -> dict[str, int]:
@@ -91,6 +96,9 @@ class Specialisation(NamedTuple):
             "PING_PONG": int(tile.ping_pong),
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
+            "BIAS_BYTES": self.bias_bytes,
+            "BIAS_PER_KEY": int(self.bias_per_key),
+            "BIAS_STAGES": tile.mask_stages,
             "IS_BF16": int(self.is_bf16),
             "WRITE_LSE": int(self.write_lse),
         }
@@ -100,7 +108,8 @@ class Specialisation(NamedTuple):
         """Dynamic shared memory of a block: the tiles, 1 KB to align them and 1 KB for barriers."""
         tile, padded, padded_v = self.tile, _round_up(self.head_dim, 64), _round_up(self.head_dim_v, 64)
         query = tile.q_stages * tile.block_m * padded * 2
-        return query + tile.stages * tile.block_n * (padded + padded_v) * 2 + 2048
+        bias = tile.mask_stages * tiles.bias_tile_bytes(tile, self.bias_bytes, self.bias_per_key)
+        return query + tile.stages * tile.block_n * (padded + padded_v) * 2 + bias + 2048
 
     @property
     def source(self) -> nvrtc.Source:
@@ -143,12 +152,22 @@ def specialise(
 
 
 def specialise_masked(
-    head_dim: int, head_dim_v: int, dtype: torch.dtype, per_key: bool, write_lse: bool
+    head_dim: int,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    per_key: bool,
+    write_lse: bool,
+    mask_dtype: torch.dtype = torch.bool,
 ) -> Specialisation:
-    """The same of a call with a bool mask; per_key: one that all queries share."""
+    """The same of a call with a mask; per_key: one that all queries share."""
     padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
-    tile = tiles.choose_masked(padded, padded_v, per_key)
-    return Specialisation(padded, padded_v, False, dtype == torch.bfloat16, write_lse, tile, is_masked=True)
+    is_bf16 = dtype == torch.bfloat16
+    if mask_dtype == torch.bool:
+        tile = tiles.choose_masked(padded, padded_v, per_key)
+        return Specialisation(padded, padded_v, False, is_bf16, write_lse, tile, is_masked=True)
+    size = mask_dtype.itemsize
+    tile = tiles.choose_biased(padded, padded_v, size, per_key)
+    return Specialisation(padded, padded_v, False, is_bf16, write_lse, tile, True, size, per_key)
 
 
 def _round_up(number: int, step: int) -> int:
@@ -180,8 +199,10 @@ def _refusal(query, key, value, mask, is_causal: bool, softmax_scale: float) -> 
         return f"the Hopper kernels add up {MAX_SEQLEN_K} keys at most, not {key.size(2)}"
     if not 0.0 < softmax_scale < math.inf:
         return f"the Hopper kernels need a positive scale, not {softmax_scale}"
-    if mask is not None and (mask.dtype != torch.bool or is_causal):
-        return "the Hopper kernels take bool masks alone, without is_causal"
+    if mask is not None and is_causal:
+        return "the Hopper kernels take no mask together with is_causal"
+    if mask is not None and not takes_mask(query, mask):
+        return "the Hopper kernels read float masks of query's dtype or float32, in rows of 16 bytes"
     if not walkable(query, key, value):
         return "the copy engine cannot walk tensors with such strides"
     return ""
@@ -198,7 +219,7 @@ class _Frame:
     def __init__(self, config: driver.LaunchConfig, params: ForwardParams) -> None:
         self.config = driver.LaunchConfig.from_buffer_copy(config)
         self.params = ForwardParams.from_buffer_copy(params)
-        self.pointers = (ctypes.c_void_p * 5)()
+        self.pointers = (ctypes.c_void_p * 6)()
         self.pointers[4] = ctypes.addressof(self.params)
         self.arguments = ctypes.c_void_p(ctypes.addressof(self.pointers))
 
@@ -206,14 +227,15 @@ class _Frame:
 class Plan:
     """The forward of all calls with these shapes, strides, dtype and scale on one device; only pointers are free.
 
-    mask [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1]: bool, its address known up to multiples of 16.
+    mask [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1]: its address known up to multiples of 16.
 
     Raises KernelUnavailable when it is made, before anything is launched; torch.OutOfMemoryError where the GPU has no
     room for the kernel's code.
     """
 
     __slots__ = (
-        "_config", "_counted", "_device_index", "_frames", "_function", "_lists", "_maps", "_params", "specialisation",
+        "_bias_maps", "_config", "_counted", "_device_index", "_frames", "_function", "_lists", "_maps", "_params",
+        "specialisation",
     )  # fmt: skip
 
     def __init__(self, query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None):
@@ -236,7 +258,7 @@ class Plan:
             )  # fmt: skip
         else:
             per_key = masks.strides_of(mask, scores_shape)[2] == 0
-            spec = specialise_masked(head_dim, head_dim_v, query.dtype, per_key, write_lse)
+            spec = specialise_masked(head_dim, head_dim_v, query.dtype, per_key, write_lse, mask.dtype)
         self.specialisation = spec
         self._counted = is_causal or mask is not None
         tile = spec.tile
@@ -247,10 +269,17 @@ class Plan:
         try:
             binary = spec.compile()
             self._function = ctypes.c_void_p(driver.load_function(binary, ENTRY, index, spec.shared_bytes))
-            self._lists = None
+            self._lists = self._bias_maps = None
             if mask is not None:
-                function = driver.load_function(binary, masks.ENTRY, index, masks.list_bytes(MAX_SEQLEN_K))
+                piece = masks.piece_of(mask.dtype)
+                function = driver.load_function(binary, masks.ENTRY, index, masks.list_bytes(MAX_SEQLEN_K, piece))
                 self._lists = masks.KeyLists(ctypes.c_void_p(function), mask, scores_shape, tile)
+                if spec.bias_bytes:
+                    own = mask[masks.unexpanded(masks.strides_of(mask, scores_shape))]
+                    rows = 1 if spec.bias_per_key else tile.block_m
+                    self._bias_maps = driver.TensorMaps(
+                        own.dtype, own.shape, own.stride(), rows, own.data_ptr(), index
+                    )  # fmt: skip
             self._maps = [
                 driver.TensorMaps(t.dtype, t.shape, t.stride(), rows, t.data_ptr(), index)
                 for t, rows in ((query, tile.block_m), (key, tile.block_n), (value, tile.block_n), (out, tile.block_m))
@@ -272,6 +301,8 @@ class Plan:
             q_tiles=q_tiles,
             heads_per_group=_heads_per_group(batch * heads, heads // kv_heads, seqlen_k, head_dim + head_dim_v),
             softmax_scale_log2=softmax_scale * _LOG2E,
+            softmax_scale=softmax_scale,
+            batch_first=int(mask is not None and masks.strides_of(mask, scores_shape)[0] == 0),
             mask=MaskParams() if self._lists is None else self._lists.params,
         )
         self._config = driver.LaunchConfig(
@@ -287,7 +318,7 @@ class Plan:
                 return self(query, key, value, out, logsumexp, mask)
         maps_query, maps_key, maps_value, maps_out = self._maps
         out_pointer = out.data_ptr()
-        # These four stay referenced until the driver has copied them.
+        # These stay referenced until the driver has copied them.
         query_map = maps_query.get(query.data_ptr())
         key_map = maps_key.get(key.data_ptr())
         value_map = maps_value.get(value.data_ptr())
@@ -298,6 +329,9 @@ class Plan:
             frame = _Frame(self._config, self._params)
         pointers, params = frame.pointers, frame.params
         pointers[0], pointers[1], pointers[2], pointers[3] = query_map[0], key_map[0], value_map[0], out_map[0]
+        if self._bias_maps is not None:
+            bias_map = self._bias_maps.get(mask.data_ptr())
+            pointers[5] = bias_map[0]
         params.out = out_pointer
         params.logsumexp = None if logsumexp is None else logsumexp.data_ptr()
         stream = driver.current_stream(index)
@@ -332,6 +366,19 @@ def _heads_per_group(batch_heads: int, queries_per_kv: int, seqlen_k: int, colum
 def aligned(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Are the addresses multiples of 16 bytes? The one thing about a call that its plan does not know."""
     return not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+
+
+def takes_mask(query: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Can the kernels read this mask of rank 4? Routing asks the same, but for the address.
+
+    Bool masks all. Float masks of query's dtype or float32 come by the copy engine: the last dimension is that of the
+    keys, not broadcast, and dense, and where rows, heads and batches begin are multiples of 16 bytes.
+    """
+    if mask.dtype == torch.bool:
+        return True
+    if mask.dtype not in (query.dtype, torch.float32) or mask.data_ptr() & 15:
+        return False
+    return masks.walkable(mask.shape, mask.stride(), mask.dtype.itemsize)
 
 
 def walkable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -384,10 +431,10 @@ def forward(query, key, value, is_causal, softmax_scale, out, logsumexp, mask=No
 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], ``aligned`` and ``walkable``;
     float16 or bfloat16, all sizes positive, D and Dv multiples of 8 up to 256, softmax_scale finite and positive.
-    logsumexp float32 [B, H, seqlen_q], contiguous, natural logarithm, -inf for a row that sees no key. mask bool
-    [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1] with any strides, not together with is_causal. Raises
-    KernelUnavailable before anything of out or logsumexp is written; torch.OutOfMemoryError where there is no room for
-    the lists of a mask.
+    logsumexp float32 [B, H, seqlen_q], contiguous, natural logarithm, -inf for a row that sees no key; with a float
+    mask [2, B, H, seqlen_q], the second half being what rounding cut off the first. mask [B or 1, H or 1, seqlen_q or
+    1, seqlen_k or 1], as ``takes_mask`` asks, not together with is_causal. Raises KernelUnavailable before anything of
+    out or logsumexp is written; torch.OutOfMemoryError where there is no room for the lists of a mask.
     """
     found = plan(query, key, value, out, logsumexp is not None, is_causal, softmax_scale, mask)
     found(query, key, value, out, logsumexp, mask)

@@ -1,11 +1,12 @@
 """The one table of tile sizes of the Hopper kernels.
 
-May import nothing. Imported by ``forward.py`` and ``backward.py``. No entry depends on a number of multiprocessors:
+May import nothing of ours. Imported by ``forward.py`` and ``backward.py``. No entry depends on a number of multiprocessors:
 H100, H200, H20, GH200 and slices of them are all sm_90.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -15,7 +16,7 @@ class Tile:
 
     block_m: query rows of a tile, 64 for each consumer warpgroup. block_n: keys of a step. stages: key and value tiles
     in flight. q_stages: query tiles in flight; with two, outputs leave through the query buffers. ping_pong: warpgroups
-    take turns at the matrix unit.
+    take turns at the matrix unit. mask_stages: tiles of a float mask in flight.
     """
 
     block_m: int
@@ -23,6 +24,7 @@ class Tile:
     stages: int
     q_stages: int
     ping_pong: bool = True
+    mask_stages: int = 1
 
     @property
     def num_warpgroups(self) -> int:
@@ -82,6 +84,41 @@ def choose_masked(head_dim: int, head_dim_v: int, per_key: bool) -> Tile:
 def masked_variants(head_dim: int, head_dim_v: int) -> tuple[Tile, ...]:
     """Every tile that ``choose_masked`` can give for these head dimensions."""
     return tuple(dict.fromkeys(choose_masked(head_dim, head_dim_v, per_key) for per_key in (False, True)))
+
+
+# Of a block, less 2 KB for what is not tiles.
+_SHARED_MEMORY = (227 << 10) - 2048
+
+
+def bias_tile_bytes(tile: Tile, bias_bytes: int, per_key: bool) -> int:
+    """Shared memory of a tile of a float mask of `bias_bytes` an element; per_key: that has one row for all queries."""
+    return math.ceil(tile.block_n * bias_bytes / 128) * (1024 if per_key else tile.block_m * 128)
+
+
+def choose_biased(head_dim: int, head_dim_v: int, bias_bytes: int, per_key: bool) -> Tile:
+    """The tile for a call with a float mask; block_n is a multiple of the columns in 128 bytes.
+
+    As many stages as there is room for; keys and mask in turn are given up first.
+    """
+    padded = math.ceil(head_dim / 64) * 64
+    padded_v = math.ceil(head_dim_v / 64) * 64
+    q_stages = 2 if max(head_dim, head_dim_v) <= 128 or head_dim_v <= 128 else 1
+    room = _SHARED_MEMORY - q_stages * 128 * padded * 2
+    for stages, mask_stages in ((4, 3), (4, 2), (3, 2), (2, 2), (2, 1)):
+        tile = Tile(128, 64, stages, q_stages, ping_pong=max(head_dim, head_dim_v) <= 64, mask_stages=mask_stages)
+        used = stages * 64 * (padded + padded_v) * 2 + mask_stages * bias_tile_bytes(tile, bias_bytes, per_key)
+        if used <= room:
+            return tile
+    raise ValueError(f"no tile for head_dim {head_dim} with value head_dim {head_dim_v}")
+
+
+def biased_variants(head_dim: int, head_dim_v: int) -> tuple[tuple[Tile, int, bool], ...]:
+    """(tile, bias_bytes, per_key) of every kernel with a float mask for these head dimensions."""
+    return tuple(
+        (choose_biased(head_dim, head_dim_v, size, per_key), size, per_key)
+        for size in (2, 4)
+        for per_key in (False, True)
+    )
 
 
 def variants(head_dim: int, head_dim_v: int, is_causal: bool) -> tuple[Tile, ...]:
