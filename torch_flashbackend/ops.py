@@ -125,7 +125,7 @@ def _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_caus
     mask = _mask_as_rank_4(attn_mask)
     if (
         backend == "cuda"
-        and (mask is None or (mask.dtype == torch.bool and not is_causal))
+        and (mask is None or (not is_causal and _hopper().takes_mask(query, mask)))
         and dropout_p == 0.0
         and _hopper().aligned(query, key, value)
     ):

@@ -23,9 +23,10 @@ __device__ __forceinline__ void load_bias(const TensorMap& map, uint32_t destina
     load_box(map, destination + box * BIAS_BOX_BYTES, barrier, first_key + box * BIAS_COLUMNS, row, head, batch);
 }
 
-// This thread's elements of a tile, in natural units; `first_row`: of the warp's 16 rows within the tile. By whole
-// warps. A key that lies past the last one, `last_key` from the tile's first, is hidden.
-__device__ __forceinline__ void read_bias(float (&bias)[BLOCK_N / 2], uint32_t tile, int first_row, int last_key) {
+// Calls use(i, x) for this thread's elements of a tile, x in natural units for score i; `first_row`: of the warp's 16
+// rows within the tile. By whole warps. What lies past the last key is 0.
+template <class Use>
+__device__ __forceinline__ void read_bias(uint32_t tile, int first_row, const Use& use) {
   const int lane = threadIdx.x % 32;
   if constexpr (BIAS_BYTES == 2) {
     // Four 8x8 matrices at a time, which arrive in the layout of an accumulator: rows 0 to 7 and 8 to 15 of two groups
@@ -33,50 +34,48 @@ __device__ __forceinline__ void read_bias(float (&bias)[BLOCK_N / 2], uint32_t t
 #pragma unroll
     for (int group = 0; group < BLOCK_N / 8; group += BIAS_PER_KEY ? 4 : 2) {
       uint32_t pairs[4];
-      if constexpr (BIAS_PER_KEY) {
-        load_matrices(pairs, tile + group / 8 * BIAS_BOX_BYTES + (group % 8 + lane / 8) * 16);
+      load_matrices(pairs, BIAS_PER_KEY ? tile + group / 8 * BIAS_BOX_BYTES + (group % 8 + lane / 8) * 16
+                                        : chunk_address<BLOCK_M>(tile, first_row + lane % 16, group + lane / 16));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 x = unpack(pairs[i]);
-          bias[4 * (group + i)] = bias[4 * (group + i) + 2] = x.x;
-          bias[4 * (group + i) + 1] = bias[4 * (group + i) + 3] = x.y;
-        }
-      } else {
-        load_matrices(pairs, chunk_address<BLOCK_M>(tile, first_row + lane % 16, group + lane / 16));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 x = unpack(pairs[i]);
-          bias[4 * (group + i / 2) + 2 * (i % 2)] = x.x;
-          bias[4 * (group + i / 2) + 2 * (i % 2) + 1] = x.y;
-        }
+      for (int i = 0; i < 4; ++i) {
+        const float2 x = unpack(pairs[i]);
+        const int at = 4 * (group + (BIAS_PER_KEY ? i : i / 2)) + (BIAS_PER_KEY ? 0 : 2 * (i % 2));
+        use(at, x.x);
+        use(at + 1, x.y);
+        if (BIAS_PER_KEY) use(at + 2, x.x);
+        if (BIAS_PER_KEY) use(at + 3, x.y);
       }
     }
   } else {
 #pragma unroll
     for (int group = 0; group < BLOCK_N / 8; ++group) {
-      // Two neighbours, the lane's of 8 columns, which are two chunks of 16 bytes.
+      // Two neighbours: half of a chunk of 16 bytes.
       const int chunk = group % 4 * 2 + lane % 4 / 2, within = lane % 2 * 8;
 #pragma unroll
       for (int half = 0; half < (BIAS_PER_KEY ? 1 : 2); ++half) {
         const int row = BIAS_PER_KEY ? 0 : first_row + lane / 4 + 8 * half;
         const float2 x = read_two(tile + group / 4 * BIAS_BOX_BYTES + row * BOX_ROW_BYTES +
                                   ((chunk ^ row) % 8 << 4) + within);
-        bias[4 * group + 2 * half] = x.x;
-        bias[4 * group + 2 * half + 1] = x.y;
-        if (BIAS_PER_KEY) bias[4 * group + 2] = x.x;
-        if (BIAS_PER_KEY) bias[4 * group + 3] = x.y;
+        const int at = 4 * group + 2 * half;
+        use(at, x.x);
+        use(at + 1, x.y);
+        if (BIAS_PER_KEY) use(at + 2, x.x);
+        if (BIAS_PER_KEY) use(at + 3, x.y);
       }
     }
   }
-  if (last_key < BLOCK_N - 1) mask(bias, last_key, last_key, lane % 4);
+}
+
+// Hides what lies past the last key, `last_key` counted from the tile's first.
+__device__ __forceinline__ void hide_past(float (&scores)[BLOCK_N / 2], int last_key) {
+  if (last_key < BLOCK_N - 1) mask(scores, last_key, last_key, threadIdx.x % 4);
 }
 
 // Scores become natural, with the mask added. What it hides is hidden whatever the score, which may be NaN.
 __device__ __forceinline__ void add_bias(float (&scores)[BLOCK_N / 2], float softmax_scale, uint32_t tile,
                                          int first_row, int last_key) {
-  float bias[BLOCK_N / 2];
-  read_bias(bias, tile, first_row, last_key);
-#pragma unroll
-  for (int i = 0; i < BLOCK_N / 2; ++i)
-    scores[i] = bias[i] == -INFINITY_F ? -INFINITY_F : fmaf(scores[i], softmax_scale, bias[i]);
+  read_bias(tile, first_row, [&](int i, float bias) {
+    scores[i] = bias == -INFINITY_F ? -INFINITY_F : fmaf(scores[i], softmax_scale, bias);
+  });
+  hide_past(scores, last_key);
 }

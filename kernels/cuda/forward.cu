@@ -59,13 +59,16 @@ static_assert(!IS_CAUSAL || ceil_div(BLOCK_M - 64, BLOCK_N) < STAGES);
 static_assert(!IS_CAUSAL || BLOCK_N % 64 == 0);
 static_assert(!(IS_CAUSAL && MASKED));
 static_assert(MASKED || !BIAS_BYTES);
+// Are a mixed tile's elements of a float mask read before its scores are there? Where there are registers for both.
+constexpr bool BIAS_EARLY = BLOCK_N + BLOCK_N / 4 + HEAD_DIM_V / 2 <= 160;
 // In the pieces that lists are made of, and as many keys as one word has bits for.
 static_assert(!MASKED || (BLOCK_N % 16 == 0 && BLOCK_N <= 128));
 // Query tiles differ in length, so that a counter hands them out.
 constexpr bool COUNTED = IS_CAUSAL || MASKED;
 // Where tiles of a mask are loaded too, the loading thread has more to remember.
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : BIAS_BYTES ? 56 : 40;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : BIAS_BYTES ? 224 : 232;
+constexpr bool LARGE_PRODUCER = BIAS_BYTES > 0 && HEAD_DIM_V <= 192;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : LARGE_PRODUCER ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : LARGE_PRODUCER ? 224 : 232;
 // With two query buffers the output leaves through its query's; a single one is needed for the next query before.
 constexpr bool STAGE_OUT = Q_STAGES > 1;
 constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
@@ -533,15 +536,27 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     const int last_key = params.seqlen_k - 1 - first_key_of_stage();
     const bool ordinary = __all_sync(0xFFFFFFFF, softmax.ordinary());
     barrier_wait(shared.bias_full(bias_ring.stage), bias_ring.phase);
-    float addends[BLOCK_N / 2];
-    read_bias(addends, bias_tile(), row_of_warp(), last_key);
     const float subtract[2] = {softmax.shift[0] * LOG2E, softmax.shift[1] * LOG2E};
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; ++i) addends[i] = fmaf(addends[i], LOG2E, -subtract[i / 2 % 2]);
+    float addends[BIAS_EARLY ? BLOCK_N / 2 : 1];
+    if constexpr (BIAS_EARLY) {
+      read_bias(bias_tile(), row_of_warp(),
+                [&](int i, float bias) { addends[i] = fmaf(bias, LOG2E, -subtract[i / 2 % 2]); });
+    }
     wgmma_wait<1>();
     const float sum[2] = {softmax.sum[0], softmax.sum[1]};
     bool serves = false;
-    if (ordinary) serves = softmax.update(scores, scale_log2, addends);
+    if (ordinary) {
+      if constexpr (BIAS_EARLY) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) scores[i] = fmaf(scores[i], scale_log2, addends[i]);
+      } else {
+        read_bias(bias_tile(), row_of_warp(), [&](int i, float bias) {
+          scores[i] = fmaf(scores[i], scale_log2, fmaf(bias, LOG2E, -subtract[i / 2 % 2]));
+        });
+      }
+      hide_past(scores, last_key);
+      serves = softmax.update_shifted(scores);
+    }
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
     if (__any_sync(0xFFFFFFFF, !serves)) {

@@ -202,7 +202,7 @@ def _refusal(query, key, value, mask, is_causal: bool, softmax_scale: float) -> 
     if mask is not None and is_causal:
         return "the Hopper kernels take no mask together with is_causal"
     if mask is not None and not takes_mask(query, mask):
-        return "the Hopper kernels read float masks of query's dtype or float32, in rows of 16 bytes"
+        return "the copy engine cannot walk a float mask with such strides, or float32 leaves no registers"
     if not walkable(query, key, value):
         return "the copy engine cannot walk tensors with such strides"
     return ""
@@ -371,12 +371,15 @@ def aligned(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool
 def takes_mask(query: torch.Tensor, mask: torch.Tensor) -> bool:
     """Can the kernels read this mask of rank 4? Routing asks the same, but for the address.
 
-    Bool masks all. Float masks of query's dtype or float32 come by the copy engine: the last dimension is that of the
-    keys, not broadcast, and dense, and where rows, heads and batches begin are multiples of 16 bytes.
+    Bool masks all. Float masks of query's dtype or, up to a head_dim of 192, float32 come by the copy engine: the last
+    dimension is that of the keys, not broadcast, and dense, and where rows, heads and batches begin are multiples of 16
+    bytes.
     """
     if mask.dtype == torch.bool:
         return True
     if mask.dtype not in (query.dtype, torch.float32) or mask.data_ptr() & 15:
+        return False
+    if mask.dtype == torch.float32 and query.size(3) > tiles.MAX_FLOAT32_BIAS_HEAD_DIM:
         return False
     return masks.walkable(mask.shape, mask.stride(), mask.dtype.itemsize)
 

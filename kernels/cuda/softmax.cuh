@@ -47,13 +47,13 @@ struct Softmax {
     return add(added);
   }
 
-  // The same with an addend for each score, in base 2, from which the shift has been subtracted.
+  // The same of scores from which the shifts have been subtracted in base 2.
   template <int N>
-  __device__ __forceinline__ bool update(float (&scores)[N], float scale_log2, const float (&addends)[N]) {
+  __device__ __forceinline__ bool update_shifted(float (&scores)[N]) {
     float added[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      scores[i] = exp2_approx(fmaf(scores[i], scale_log2, addends[i]));
+      scores[i] = exp2_approx(scores[i]);
       added[i / 2 % 2] += scores[i];
     }
     return add(added);

@@ -86,6 +86,8 @@ def masked_variants(head_dim: int, head_dim_v: int) -> tuple[Tile, ...]:
     return tuple(dict.fromkeys(choose_masked(head_dim, head_dim_v, per_key) for per_key in (False, True)))
 
 
+# Above, a float32 mask leaves no registers.
+MAX_FLOAT32_BIAS_HEAD_DIM = 192
 # Of a block, less 2 KB for what is not tiles.
 _SHARED_MEMORY = (227 << 10) - 2048
 
@@ -114,9 +116,10 @@ def choose_biased(head_dim: int, head_dim_v: int, bias_bytes: int, per_key: bool
 
 def biased_variants(head_dim: int, head_dim_v: int) -> tuple[tuple[Tile, int, bool], ...]:
     """(tile, bias_bytes, per_key) of every kernel with a float mask for these head dimensions."""
+    sizes = (2, 4) if max(head_dim, head_dim_v) <= MAX_FLOAT32_BIAS_HEAD_DIM else (2,)
     return tuple(
         (choose_biased(head_dim, head_dim_v, size, per_key), size, per_key)
-        for size in (2, 4)
+        for size in sizes
         for per_key in (False, True)
     )
 
