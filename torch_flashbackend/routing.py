@@ -465,8 +465,8 @@ CUDA = Backend(
         ),
         Constraint(
             "dropout",
-            lambda p: p.dropout_p == 0.0,
-            lambda p: f"dropout_p {p.dropout_p:g} is not supported by the cuda backend (0)",
+            lambda p: p.dropout_p == 0.0 or p.mask is None,
+            lambda p: f"dropout_p {p.dropout_p:g} with attn_mask is not supported by the cuda backend (0)",
         ),
         Constraint(
             "positive scale",

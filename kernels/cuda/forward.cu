@@ -19,14 +19,18 @@
 // With a float mask (BIAS_BYTES) mixed tiles have their part of it in shared memory too (bias.cuh), and take no maximum
 // either where their rows have a shift that may serve: then mask and shift are joined while the products run.
 //
+// With DROPOUT the row sums are those of all probabilities, and what is dropped is left out of the second product alone.
+// The random keys of a key tile (dropout.cuh) come with it; the bits are mixed while the first product runs.
+//
 // Shared memory: Q_STAGES query tiles, STAGES key and STAGES value tiles, each a row of boxes of 64 columns (tma.cuh).
 // With a single query buffer (head_dim above 192) outputs go from registers to global memory.
 // Registers: BLOCK_N / 2 + BLOCK_N / 4 + HEAD_DIM_V / 2 for S, P and out, of 232 with two consumers and 160 with three.
 //
 // Defined by the host (forward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, BLOCK_N, STAGES, Q_STAGES,
 // IS_CAUSAL, MASKED, BIAS_BYTES (of an element of a float mask, or 0), BIAS_PER_KEY (it has one row for all queries),
-// BIAS_STAGES (tiles of it in flight), IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
+// BIAS_STAGES (tiles of it in flight), DROPOUT, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
 #include "barrier.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #if MASKED
 #include "mask_lists.cuh"
@@ -48,7 +52,8 @@ struct ForwardParams {
   int num_tiles, q_tiles, heads_per_group;
   float softmax_scale_log2, softmax_scale;
   int batch_first;  // of tiles next to each other: those of all batches of a head, which share its mask
-  MaskParams mask;  // if MASKED
+  DropoutParams dropout;  // if DROPOUT
+  MaskParams mask;        // if MASKED
 };
 
 constexpr int CONSUMERS = BLOCK_M / 64;
@@ -78,6 +83,10 @@ constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 constexpr int BIAS_TILE_BYTES = 0;
 #endif
 
+// The random keys of a key tile. So that no tile reaches past their table:
+constexpr int COLUMN_KEYS_BYTES = DROPOUT ? BLOCK_N * 4 : 0;
+static_assert(!DROPOUT || DROPOUT_PITCH % BLOCK_N == 0);
+
 // What the producer tells the consumers about a tile. key_tiles: how many to visit; with a mask KeyList::counts().
 struct Tile {
   int first_row, head, batch, key_tiles;
@@ -85,13 +94,14 @@ struct Tile {
 
 // Byte addresses in shared memory.
 struct Shared {
-  uint32_t query, key, value, bias, tiles, barriers;
+  uint32_t query, key, value, bias, column_keys, tiles, barriers;
   __device__ explicit Shared(uint32_t base)
       : query(base),
         key(query + Q_STAGES * Q_BYTES),
         value(key + STAGES * K_BYTES),
         bias(value + STAGES * V_BYTES),
-        tiles(bias + BIAS_STAGES * BIAS_TILE_BYTES),
+        column_keys(bias + BIAS_STAGES * BIAS_TILE_BYTES),
+        tiles(column_keys + STAGES * COLUMN_KEYS_BYTES),
         barriers(tiles + Q_STAGES * sizeof(Tile)) {}
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
   __device__ uint32_t q_full(int stage) const { return barrier(stage); }
@@ -180,13 +190,17 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
                                         const TensorMap& value_map, const TensorMap& bias_map,
                                         const ForwardParams& params, const Shared& shared) {
   Ring<Q_STAGES> q;
+#if BIAS_BYTES
   Ring<BIAS_STAGES> bias;
+#endif
   Ring<STAGES> k, v;
   const int queries_per_kv = params.num_heads / params.num_kv_heads;
   Scheduler scheduler(params);
   for (; scheduler.index < params.num_tiles; scheduler.advance(params)) {
     Tile tile = tile_at(scheduler.index, params);
     const int kv_head = tile.head / queries_per_kv;
+    const uint32_t* const column_keys = dropout_columns(
+        params.dropout, (int64_t)tile.batch * params.num_heads + tile.head, params.seqlen_q, params.seqlen_k);
 
     const auto load_query = [&] {
       barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
@@ -200,6 +214,9 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
       if (MASKED) write_word(shared.number(k.stage), j);
       load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key + k.stage * K_BYTES, shared.k_full(k.stage), j * BLOCK_N,
                                    kv_head, tile.batch);
+      if constexpr (DROPOUT)
+        load_bytes<COLUMN_KEYS_BYTES>(column_keys + j * BLOCK_N, shared.column_keys + k.stage * COLUMN_KEYS_BYTES,
+                                      shared.k_full(k.stage));
       k.advance();
     };
     const auto load_value = [&](int j) {
@@ -300,12 +317,6 @@ __device__ __forceinline__ void warp_scores(float (&scores)[BLOCK_N / 2], uint32
   }
 }
 
-__device__ __forceinline__ void pack_probabilities(uint32_t (&packed)[BLOCK_N / 4],
-                                                   const float (&scores)[BLOCK_N / 2]) {
-#pragma unroll
-  for (int i = 0; i < BLOCK_N / 4; ++i) packed[i] = pack(scores[2 * i], scores[2 * i + 1]);
-}
-
 using RowSoftmax = Softmax<(BIAS_BYTES > 0)>;
 
 // The factors that turn `out` into averages, and the logsumexp of the two rows.
@@ -314,7 +325,7 @@ __device__ __forceinline__ void finish(const RowSoftmax& softmax, const Tile& ti
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = quad_sum(softmax.sum[half]);
-    inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+    inverse[half] = sum == 0.0f ? 0.0f : (DROPOUT ? params.dropout.scale : 1.0f) / sum;
     const int this_row = row + 8 * half;
     if (WRITE_LSE && this_row < params.seqlen_q && threadIdx.x % 4 == 0) {
       const int64_t head = (int64_t)tile.batch * params.num_heads + tile.head;
@@ -389,7 +400,9 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   const float scale_log2 = params.softmax_scale_log2;
   Ring<Q_STAGES> q;
   Ring<STAGES> k;
+#if BIAS_BYTES
   Ring<BIAS_STAGES> bias_ring;
+#endif
 
   // Named barriers 1 to CONSUMERS pass the turn at the matrix unit around.
   const auto take_turn = [&] {
@@ -415,6 +428,8 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   const uint8_t* mask_rows;  // the mask of the tile's batch and head
   int tile_row;              // first row of the tile
   bool accumulate = false;   // true once `out` holds a product of this query tile
+  uint32_t row_key = 0;      // dropout's, of both rows of this thread
+  uint32_t bits[DROPOUT ? BLOCK_N / 4 : 1];  // likewise, of the current key tile: [2 g + e] of column 8 g + 2 (lane % 4) + e
 
   // Reads the next query tile, and passes over key tiles that none of the warpgroup's rows sees.
   const auto begin_tile = [&] {
@@ -432,6 +447,12 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       if (j < 0) return false;
     }
     tile_row = tile.first_row;
+    if constexpr (DROPOUT) {
+      // Rows past the end are not written.
+      const int64_t head = (int64_t)tile.batch * params.num_heads + tile.head;
+      const uint32_t* const row_keys = dropout_rows(params.dropout, head, params.seqlen_q, params.seqlen_k);
+      row_key = __ldg(row_keys + min(tile_row + row_of_thread(), params.seqlen_q - 1));
+    }
     const int first_row = tile_row + 64 * warpgroup;
     query = descriptor(shared.query + q.stage * Q_BYTES + warpgroup * 64 * BOX_ROW_BYTES, 0);
     if (IS_CAUSAL) {
@@ -456,6 +477,29 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     wgmma_fence();
     out_product(out, probabilities, descriptor(shared.value + stage * V_BYTES, BLOCK_N * BOX_ROW_BYTES), accumulate);
     wgmma_commit();
+  };
+  // The random bits of the key tile in the current stage, before that is released.
+  const auto mix_bits = [&] {
+    if constexpr (DROPOUT) {
+      const uint32_t keys = shared.column_keys + k.stage * COLUMN_KEYS_BYTES + threadIdx.x % 4 * 8;
+#pragma unroll
+      for (int group = 0; group < BLOCK_N / 8; ++group) {
+        const uint2 pair = read_two_words(keys + 32 * group);
+        bits[2 * group] = dropout_bits(row_key, pair.x);
+        bits[2 * group + 1] = dropout_bits(row_key, pair.y);
+      }
+    }
+  };
+  const auto pack_probabilities = [&] {
+#pragma unroll
+    for (int i = 0; DROPOUT && i < BLOCK_N / 2; ++i) {
+      const uint32_t shared_bits = bits[DROPOUT ? i / 4 * 2 + i % 2 : 0];
+      const bool keeps = i / 2 % 2 ? keeps_second(shared_bits, params.dropout.threshold)
+                                   : keeps_first(shared_bits, params.dropout.threshold);
+      scores[i] = keeps ? scores[i] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 4; ++i) probabilities[i] = pack(scores[2 * i], scores[2 * i + 1]);
   };
   const auto mask_scores = [&] {
     const int last = params.seqlen_k - 1, row = tile_row + row_of_thread(), first_key = j * BLOCK_N;
@@ -497,12 +541,13 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     issue_out(v.stage);
     pass_turn();
     accumulate = true;
+    mix_bits();
     wgmma_wait<1>();
     const float sum[2] = {softmax.sum[0], softmax.sum[1]};
     const bool serves = softmax.update(scores, scale_log2);
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
-    pack_probabilities(probabilities, scores);
+    pack_probabilities();
     if (__any_sync(0xFFFFFFFF, !serves)) {
       warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(), shared.key + k.stage * K_BYTES);
       float rescale[2];
@@ -510,7 +555,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       softmax.sum[1] = sum[1];
       restart(rescale);
       rescale_out(rescale);
-      pack_probabilities(probabilities, scores);
+      pack_probabilities();
       __syncwarp();  // all lanes have read the keys
     }
     release(shared.k_empty(k.stage));
@@ -535,6 +580,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     accumulate = true;
     const int last_key = params.seqlen_k - 1 - first_key_of_stage();
     const bool ordinary = __all_sync(0xFFFFFFFF, softmax.ordinary());
+    mix_bits();
     barrier_wait(shared.bias_full(bias_ring.stage), bias_ring.phase);
     const float subtract[2] = {softmax.shift[0] * LOG2E, softmax.shift[1] * LOG2E};
     float addends[BIAS_EARLY ? BLOCK_N / 2 : 1];
@@ -568,7 +614,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       softmax.restart_natural(scores, rescale);
       rescale_out(rescale);
     }
-    pack_probabilities(probabilities, scores);
+    pack_probabilities();
     __syncwarp();  // all lanes have read keys and mask
     release(shared.k_empty(k.stage));
     release_bias();
@@ -586,6 +632,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     pass_turn();
     accumulate = true;
     const auto seen = read_mask();
+    mix_bits();
     wgmma_wait<1>();
     release(shared.k_empty(k.stage));
     k.advance();
@@ -595,11 +642,12 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
     if (__any_sync(0xFFFFFFFF, rescale[0] != 1.0f || rescale[1] != 1.0f)) rescale_out(rescale);
-    pack_probabilities(probabilities, scores);
+    pack_probabilities();
   };
 #endif
   // Softmax of a query tile's first key tile, which `wait` waits for.
   const auto first_softmax = [&](auto wait) {
+    mix_bits();
     if constexpr (BIAS_BYTES > 0) {
 #if BIAS_BYTES
       float rescale[2];
@@ -664,7 +712,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   barrier_wait(shared.k_full(k.stage), k.phase);
   issue_scores();
   first_softmax([] { wgmma_wait<0>(); });
-  pack_probabilities(probabilities, scores);
+  pack_probabilities();
   for (;;) {
     if constexpr (MASKED) {
       for (; j > 0; --j) step();
@@ -702,7 +750,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
     send(inverse, q_stage, tile);
-    pack_probabilities(probabilities, scores);
+    pack_probabilities();
   }
 }
 
@@ -735,7 +783,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
       barrier_init(shared.out_full(stage), 4 * CONSUMERS);
     }
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(shared.k_full(stage), 1);
+      barrier_init(shared.k_full(stage), DROPOUT ? 2 : 1);
       barrier_init(shared.k_empty(stage), 4 * CONSUMERS);
       barrier_init(shared.v_full(stage), 1);
       barrier_init(shared.v_empty(stage), 4 * CONSUMERS);
@@ -757,3 +805,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
     consume(params, shared, uniform(threadIdx.x / 128) - 1);
   }
 }
+
+#if DROPOUT
+extern "C" __global__ void __launch_bounds__(DROPOUT_PITCH)
+    flash_dropout_keys(const __grid_constant__ DropoutKeysParams params) {
+  write_dropout_keys(params);
+}
+#endif

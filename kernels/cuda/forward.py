@@ -19,7 +19,8 @@ import torch
 
 from ... import driver, nvrtc
 from .. import KernelUnavailable, launch_counts
-from . import masks, tiles
+from . import dropout, masks, tiles
+from .dropout import DropoutParams
 from .masks import MaskParams
 from .tiles import Tile
 
@@ -61,6 +62,7 @@ class ForwardParams(ctypes.Structure):
         ("softmax_scale_log2", ctypes.c_float),
         ("softmax_scale", ctypes.c_float),
         ("batch_first", ctypes.c_int32),  # do the batches of a head, which share its mask, come next to each other?
+        ("dropout", DropoutParams),  # zeros without dropout
         ("mask", MaskParams),  # zeros without a mask
     ]
 
@@ -70,6 +72,7 @@ class Specialisation(NamedTuple):
 
     is_masked: there is a mask. The binary then holds the kernel that makes its lists too. bias_bytes: the size of an
     element where it is of floats, otherwise 0; bias_per_key: then, whether all queries share one row of it.
+    has_dropout: the binary then holds the kernel that writes the table of random keys.
     """
 
     head_dim: int
@@ -81,6 +84,7 @@ class Specialisation(NamedTuple):
     is_masked: bool = False
     bias_bytes: int = 0
     bias_per_key: bool = False
+    has_dropout: bool = False
 
     @property
     def defines(self) -> dict[str, int]:
@@ -99,6 +103,7 @@ class Specialisation(NamedTuple):
             "BIAS_BYTES": self.bias_bytes,
             "BIAS_PER_KEY": int(self.bias_per_key),
             "BIAS_STAGES": tile.mask_stages,
+            "DROPOUT": int(self.has_dropout),
             "IS_BF16": int(self.is_bf16),
             "WRITE_LSE": int(self.write_lse),
         }
@@ -109,7 +114,8 @@ class Specialisation(NamedTuple):
         tile, padded, padded_v = self.tile, _round_up(self.head_dim, 64), _round_up(self.head_dim_v, 64)
         query = tile.q_stages * tile.block_m * padded * 2
         bias = tile.mask_stages * tiles.bias_tile_bytes(tile, self.bias_bytes, self.bias_per_key)
-        return query + tile.stages * tile.block_n * (padded + padded_v) * 2 + bias + 2048
+        column_keys = tile.stages * tile.block_n * 4 if self.has_dropout else 0
+        return query + tile.stages * tile.block_n * (padded + padded_v) * 2 + bias + column_keys + 2048
 
     @property
     def source(self) -> nvrtc.Source:
@@ -123,7 +129,8 @@ class Specialisation(NamedTuple):
     @property
     def entries(self) -> tuple[str, ...]:
         """The kernels in the binary."""
-        return (masks.ENTRY, ENTRY) if self.is_masked else (ENTRY,)
+        lists, keys = (masks.ENTRY,) * self.is_masked, (dropout.ENTRY,) * self.has_dropout
+        return (*lists, *keys, ENTRY)
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
@@ -144,9 +151,14 @@ def specialise(
     seqlen_k: int,
     batch_heads: int,
     num_sms: int,
+    has_dropout: bool = False,
 ) -> Specialisation:
     """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256."""
     padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
+    if has_dropout:
+        tile = tiles.choose_dropout(padded, padded_v)
+        is_bf16 = dtype == torch.bfloat16
+        return Specialisation(padded, padded_v, is_causal, is_bf16, write_lse, tile, has_dropout=True)
     tile = tiles.choose(padded, padded_v, is_causal, seqlen_q, seqlen_k, batch_heads, num_sms)
     return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, write_lse, tile)
 
@@ -186,7 +198,7 @@ def _device(device_index: int) -> tuple[tuple[int, int], int]:
     return (properties.major, properties.minor), properties.multi_processor_count
 
 
-def _refusal(query, key, value, mask, is_causal: bool, softmax_scale: float) -> str:
+def _refusal(query, key, value, mask, is_causal: bool, softmax_scale: float, dropout_p: float) -> str:
     """Why the kernel cannot run this call, whatever routing has said: a compiled graph may get other tensors."""
     head_dim, head_dim_v = query.size(3), value.size(3)
     if _device(query.device.index)[0] != (9, 0) or torch.version.hip is not None:
@@ -199,6 +211,8 @@ def _refusal(query, key, value, mask, is_causal: bool, softmax_scale: float) -> 
         return f"the Hopper kernels add up {MAX_SEQLEN_K} keys at most, not {key.size(2)}"
     if not 0.0 < softmax_scale < math.inf:
         return f"the Hopper kernels need a positive scale, not {softmax_scale}"
+    if mask is not None and dropout_p > 0.0:
+        return "the Hopper kernels take no mask together with dropout"
     if mask is not None and is_causal:
         return "the Hopper kernels take no mask together with is_causal"
     if mask is not None and not takes_mask(query, mask):
@@ -234,12 +248,15 @@ class Plan:
     """
 
     __slots__ = (
-        "_bias_maps", "_config", "_counted", "_device_index", "_frames", "_function", "_lists", "_maps", "_params",
-        "specialisation",
+        "_bias_maps", "_config", "_counted", "_device_index", "_dropout_keys", "_frames", "_function", "_lists", "_maps",
+        "_params", "specialisation",
     )  # fmt: skip
 
-    def __init__(self, query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None):
-        refusal = _refusal(query, key, value, mask, is_causal, softmax_scale)
+    def __init__(
+        self, query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None,
+        dropout_p: float = 0.0,
+    ):  # fmt: skip
+        refusal = _refusal(query, key, value, mask, is_causal, softmax_scale, dropout_p)
         if refusal:
             raise KernelUnavailable(refusal)
         batch, heads, seqlen_q, head_dim = query.shape
@@ -255,6 +272,7 @@ class Plan:
             spec = specialise(
                 head_dim, head_dim_v, query.dtype, is_causal, write_lse,
                 seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=batch * heads, num_sms=num_sms,
+                has_dropout=dropout_p > 0.0,
             )  # fmt: skip
         else:
             per_key = masks.strides_of(mask, scores_shape)[2] == 0
@@ -269,7 +287,12 @@ class Plan:
         try:
             binary = spec.compile()
             self._function = ctypes.c_void_p(driver.load_function(binary, ENTRY, index, spec.shared_bytes))
-            self._lists = self._bias_maps = None
+            self._lists = self._bias_maps = self._dropout_keys = None
+            if spec.has_dropout:
+                function = driver.load_function(binary, dropout.ENTRY, index, 0)
+                self._dropout_keys = dropout.Keys(
+                    ctypes.c_void_p(function), batch * heads, seqlen_q, seqlen_k, query.device
+                )  # fmt: skip
             if mask is not None:
                 piece = masks.piece_of(mask.dtype)
                 function = driver.load_function(binary, masks.ENTRY, index, masks.list_bytes(MAX_SEQLEN_K, piece))
@@ -303,6 +326,7 @@ class Plan:
             softmax_scale_log2=softmax_scale * _LOG2E,
             softmax_scale=softmax_scale,
             batch_first=int(mask is not None and masks.strides_of(mask, scores_shape)[0] == 0),
+            dropout=dropout.params_of(dropout_p) if spec.has_dropout else DropoutParams(),
             mask=MaskParams() if self._lists is None else self._lists.params,
         )
         self._config = driver.LaunchConfig(
@@ -310,12 +334,12 @@ class Plan:
         )
         self._frames: list[_Frame] = []
 
-    def __call__(self, query, key, value, out, logsumexp, mask=None) -> None:
+    def __call__(self, query, key, value, out, logsumexp, mask=None, dropout_seed=None) -> None:
         """Launch on the current stream of the tensors' device."""
         index = self._device_index
         if driver.current_device() != index:
             with torch.cuda.device(index):
-                return self(query, key, value, out, logsumexp, mask)
+                return self(query, key, value, out, logsumexp, mask, dropout_seed)
         maps_query, maps_key, maps_value, maps_out = self._maps
         out_pointer = out.data_ptr()
         # These stay referenced until the driver has copied them.
@@ -341,6 +365,9 @@ class Plan:
             if self._lists is not None:
                 lists = self._lists.make(mask, index, stream)
                 params.mask.mask, params.mask.lists = mask.data_ptr(), lists.data_ptr()
+            if self._dropout_keys is not None:
+                keys = self._dropout_keys.make(dropout_seed, index, stream)
+                params.dropout.keys = keys.data_ptr()
             launch_counts[ENTRY] += 1
             driver.launch(frame.config, self._function, frame.arguments, index, stream)
         except driver.DriverError as error:
@@ -407,18 +434,20 @@ _MAX_PLANS = 4096
 _plans: dict[tuple, Plan | KernelUnavailable] = {}
 
 
-def plan(query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None) -> Plan:
+def plan(
+    query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None, dropout_p: float = 0.0
+) -> Plan:
     """The plan of a call, kept for the next one like it. Raises what making it raises."""
     key_of_plan = (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), out.stride(), query.dtype,
-        write_lse, is_causal, softmax_scale, query.get_device(),
+        write_lse, is_causal, softmax_scale, query.get_device(), dropout_p,
     )  # fmt: skip
     if mask is not None:
         key_of_plan += mask.shape, mask.stride(), mask.dtype, mask.data_ptr() & 15
     found = _plans.get(key_of_plan)
     if found is None:
         try:
-            found = Plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask)
+            found = Plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p)
         except KernelUnavailable as error:
             found = error
         if len(_plans) >= _MAX_PLANS:
@@ -429,18 +458,21 @@ def plan(query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale
     return found
 
 
-def forward(query, key, value, is_causal, softmax_scale, out, logsumexp, mask=None) -> None:
+def forward(
+    query, key, value, is_causal, softmax_scale, out, logsumexp, mask=None, dropout_seed=None, dropout_p=0.0
+) -> None:
     """Fill out [B, H, seqlen_q, Dv] (last dimension dense, other strides multiples of 8) and logsumexp unless None.
 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], ``aligned`` and ``walkable``;
     float16 or bfloat16, all sizes positive, D and Dv multiples of 8 up to 256, softmax_scale finite and positive.
     logsumexp float32 [B, H, seqlen_q], contiguous, natural logarithm, -inf for a row that sees no key; with a float
     mask [2, B, H, seqlen_q], the second half being what rounding cut off the first. mask [B or 1, H or 1, seqlen_q or
-    1, seqlen_k or 1], as ``takes_mask`` asks, not together with is_causal. Raises KernelUnavailable before anything of
-    out or logsumexp is written; torch.OutOfMemoryError where there is no room for the lists of a mask.
+    1, seqlen_k or 1], as ``takes_mask`` asks, not together with is_causal. dropout_seed int64 [1] where dropout_p > 0,
+    which does not go with a mask. Raises KernelUnavailable before anything of out or logsumexp is written;
+    torch.OutOfMemoryError where there is no room for the lists of a mask or the keys of dropout.
     """
-    found = plan(query, key, value, out, logsumexp is not None, is_causal, softmax_scale, mask)
-    found(query, key, value, out, logsumexp, mask)
+    found = plan(query, key, value, out, logsumexp is not None, is_causal, softmax_scale, mask, dropout_p)
+    found(query, key, value, out, logsumexp, mask, dropout_seed)
 
 
 if hasattr(os, "register_at_fork"):

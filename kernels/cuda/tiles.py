@@ -7,7 +7,7 @@ H100, H200, H20, GH200 and slices of them are all sm_90.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,17 @@ def biased_variants(head_dim: int, head_dim_v: int) -> tuple[tuple[Tile, int, bo
         for size in sizes
         for per_key in (False, True)
     )
+
+
+def choose_dropout(head_dim: int, head_dim_v: int) -> Tile:
+    """The tile for a call with dropout; block_n divides the padding of the table of random keys, 256."""
+    largest = max(head_dim, head_dim_v)
+    if largest <= 64:
+        return Tile(128, 128, stages=4, q_stages=2)
+    if largest <= 128:
+        return Tile(128, 64, stages=4, q_stages=2, ping_pong=False)
+    tile = choose(head_dim, head_dim_v, True, 4096, 4096, 64, 132)
+    return tile if tile.stages < 3 or tile.q_stages == 1 else replace(tile, stages=tile.stages - 1)
 
 
 def variants(head_dim: int, head_dim_v: int, is_causal: bool) -> tuple[Tile, ...]:
