@@ -28,7 +28,8 @@
 //
 // Defined by the host (forward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, BLOCK_N, STAGES, Q_STAGES,
 // IS_CAUSAL, MASKED, BIAS_BYTES (of an element of a float mask, or 0), BIAS_PER_KEY (it has one row for all queries),
-// BIAS_STAGES (tiles of it in flight), DROPOUT, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
+// BIAS_STAGES (tiles of it in flight), DROPOUT, EARLY (what mask or dropout need of a tile is made before its scores are
+// waited for, which ptxas would not do by itself), IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
 #include "barrier.cuh"
 #include "dropout.cuh"
 #include "mask.cuh"
@@ -64,8 +65,6 @@ static_assert(!IS_CAUSAL || ceil_div(BLOCK_M - 64, BLOCK_N) < STAGES);
 static_assert(!IS_CAUSAL || BLOCK_N % 64 == 0);
 static_assert(!(IS_CAUSAL && MASKED));
 static_assert(MASKED || !BIAS_BYTES);
-// Are a mixed tile's elements of a float mask read before its scores are there? Where there are registers for both.
-constexpr bool BIAS_EARLY = BLOCK_N + BLOCK_N / 4 + HEAD_DIM_V / 2 <= 160;
 // In the pieces that lists are made of, and as many keys as one word has bits for.
 static_assert(!MASKED || (BLOCK_N % 16 == 0 && BLOCK_N <= 128));
 // Query tiles differ in length, so that a counter hands them out.
@@ -79,7 +78,10 @@ constexpr bool STAGE_OUT = Q_STAGES > 1;
 constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
-#if !BIAS_BYTES
+#if BIAS_BYTES
+// Are a mixed tile's elements of a float mask read before its scores are there? Where there are registers for both.
+constexpr bool BIAS_EARLY = BLOCK_N + BLOCK_N / 4 + HEAD_DIM_V / 2 <= 160;
+#else
 constexpr int BIAS_TILE_BYTES = 0;
 #endif
 
@@ -491,12 +493,13 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     }
   };
   const auto pack_probabilities = [&] {
+    if constexpr (DROPOUT) {
 #pragma unroll
-    for (int i = 0; DROPOUT && i < BLOCK_N / 2; ++i) {
-      const uint32_t shared_bits = bits[DROPOUT ? i / 4 * 2 + i % 2 : 0];
-      const bool keeps = i / 2 % 2 ? keeps_second(shared_bits, params.dropout.threshold)
-                                   : keeps_first(shared_bits, params.dropout.threshold);
-      scores[i] = keeps ? scores[i] : 0.0f;
+      for (int i = 0; i < BLOCK_N / 2; ++i) {
+        const uint32_t word = bits[i / 4 * 2 + i % 2], threshold = params.dropout.threshold;
+        const bool keeps = i / 2 % 2 ? keeps_second(word, threshold) : keeps_first(word, threshold);
+        scores[i] = keeps ? scores[i] : 0.0f;
+      }
     }
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; ++i) probabilities[i] = pack(scores[2 * i], scores[2 * i + 1]);
@@ -542,12 +545,14 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     pass_turn();
     accumulate = true;
     mix_bits();
+    if (DROPOUT && EARLY) wgmma_wait_after<1>(depends_on(bits));
     wgmma_wait<1>();
     const float sum[2] = {softmax.sum[0], softmax.sum[1]};
     const bool serves = softmax.update(scores, scale_log2);
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
-    pack_probabilities();
+    // With dropout that is much, and done once.
+    if (!DROPOUT) pack_probabilities();
     if (__any_sync(0xFFFFFFFF, !serves)) {
       warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(), shared.key + k.stage * K_BYTES);
       float rescale[2];
@@ -555,9 +560,10 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       softmax.sum[1] = sum[1];
       restart(rescale);
       rescale_out(rescale);
-      pack_probabilities();
+      if (!DROPOUT) pack_probabilities();
       __syncwarp();  // all lanes have read the keys
     }
+    if (DROPOUT) pack_probabilities();
     release(shared.k_empty(k.stage));
     k.advance();
   };
@@ -587,6 +593,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     if constexpr (BIAS_EARLY) {
       read_bias(bias_tile(), row_of_warp(),
                 [&](int i, float bias) { addends[i] = fmaf(bias, LOG2E, -subtract[i / 2 % 2]); });
+      if (EARLY) wgmma_wait_after<1>(depends_on(addends));
     }
     wgmma_wait<1>();
     const float sum[2] = {softmax.sum[0], softmax.sum[1]};

@@ -16,7 +16,8 @@ class Tile:
 
     block_m: query rows of a tile, 64 for each consumer warpgroup. block_n: keys of a step. stages: key and value tiles
     in flight. q_stages: query tiles in flight; with two, outputs leave through the query buffers. ping_pong: warpgroups
-    take turns at the matrix unit. mask_stages: tiles of a float mask in flight.
+    take turns at the matrix unit. mask_stages: tiles of a float mask in flight. early: what a float mask or dropout need
+    of a tile of keys is made before its scores are waited for.
     """
 
     block_m: int
@@ -25,6 +26,7 @@ class Tile:
     q_stages: int
     ping_pong: bool = True
     mask_stages: int = 1
+    early: bool = False
 
     @property
     def num_warpgroups(self) -> int:
