@@ -49,6 +49,12 @@ def specialisations():
                     found.append(
                         forward.Specialisation(head_dim, head_dim_v, is_causal, is_bf16, True, tile, is_packed=True)
                     )
+    # With a float mask: every kind of it at the common head dimensions, one in turn at the others.
+    for number, dims in enumerate(HEAD_DIMS):
+        for kind, (tile, size, per_key) in enumerate(tiles.biased_variants(*dims)):
+            if ALL or dims in ((64, 64), (128, 128)) or kind == number % 4:
+                for chosen in options if ALL else [options[(number + kind) % 4]]:
+                    found.append(forward.Specialisation(*dims, False, *chosen, tile, True, size, per_key))
     return found
 
 
@@ -56,6 +62,8 @@ def name_of(spec):
     size = f"{spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"{spec.head_dim}-{spec.head_dim_v}"
     mask = "masked" if spec.is_masked else "causal" if spec.is_causal else "full"
     form = "packed" if spec.is_packed else ""
+    mask += f"-float{8 * spec.bias_bytes}" if spec.bias_bytes else ""
+    mask += "-per-key" if spec.bias_per_key else ""
     kind = (form, mask, "bf16" if spec.is_bf16 else "f16", "lse" if spec.write_lse else "")
     return "-".join([size, *filter(None, kind), f"{spec.tile.block_m}x{spec.tile.block_n}"])
 

@@ -41,7 +41,7 @@ _INVALID_CONTEXT = (3, 201)  # CUDA_ERROR_NOT_INITIALIZED: no context in this th
 _OUT_OF_MEMORY = 2
 _REFUSALS = (1, 701)  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
 _STREAM_PER_THREAD = 2
-_MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+_MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLE_128B = 3
 _L2_PROMOTION_256B = 3
 
@@ -177,7 +177,7 @@ if hasattr(os, "register_at_fork"):
 class TensorMaps:
     """Tensor maps (CUtensorMap) for [B, H, S, D] tensors that differ in nothing but their address.
 
-    The copy engine then takes boxes of `rows` rows and 64 columns of one head at coordinates (column, row, head,
+    The copy engine then takes boxes of `rows` rows and 128 bytes of columns of one head at coordinates (column, row, head,
     batch), and writes them to shared memory in the 128-byte swizzle. Rows and columns outside the tensor are zeros.
     """
 
@@ -246,7 +246,7 @@ def _encode(
         _Pointer(pointer),
         (ctypes.c_uint64 * 4)(head_dim, seqlen, heads, batch),
         (ctypes.c_uint64 * 3)(*steps),
-        (ctypes.c_uint32 * 4)(64, rows, 1, 1),
+        (ctypes.c_uint32 * 4)(128 // size, rows, 1, 1),
         (ctypes.c_uint32 * 4)(1, 1, 1, 1),
         ctypes.c_int(0),  # not interleaved
         ctypes.c_int(_SWIZZLE_128B),

@@ -125,11 +125,10 @@ def _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_caus
     mask = _mask_as_rank_4(attn_mask)
     if (
         backend == "cuda"
-        and (mask is None or (mask.dtype == torch.bool and not is_causal))
-        and dropout_p == 0.0
+        and (mask is None or (not is_causal and dropout_p == 0.0 and _hopper().takes_mask(query, mask)))
         and _hopper().aligned(query, key, value)
     ):
-        _hopper().forward(query, key, value, is_causal, scale, out, logsumexp, mask)
+        _hopper().forward(query, key, value, is_causal, scale, out, logsumexp, mask, dropout_seed, dropout_p)
         return out
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
     _kernels().forward(

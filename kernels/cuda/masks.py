@@ -1,4 +1,4 @@
-"""Bool masks of the Hopper forward kernel: its parameters for them, and the lists of key tiles that it goes by.
+"""Masks of the Hopper forward kernel: its parameters for them, and the lists of key tiles that it goes by.
 
 May import torch, ``driver.py`` and this folder. Imported by ``forward.py``. Everything is decided by shapes: the host
 never looks at the mask's values, so nothing waits and a captured CUDA graph sees the values of each replay.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -28,7 +29,7 @@ class MaskParams(ctypes.Structure):
     """Repeated by ``struct MaskParams`` in ``mask.cuh``. Strides in elements, 0 where the mask is broadcast."""
 
     _fields_ = [
-        ("mask", ctypes.c_void_p),  # bool
+        ("mask", ctypes.c_void_p),
         ("lists", ctypes.c_void_p),  # int32
         ("stride_batch", ctypes.c_int64),
         ("stride_head", ctypes.c_int64),
@@ -37,7 +38,7 @@ class MaskParams(ctypes.Structure):
         ("list_stride_batch", ctypes.c_int64),
         ("list_stride_head", ctypes.c_int64),
         ("list_stride_tile", ctypes.c_int64),
-        ("access", ctypes.c_int32),  # how 16 keys of a row are read
+        ("access", ctypes.c_int32),  # how 16 keys of a row of a bool mask are read
         ("unused", ctypes.c_int32),
     ]
 
@@ -62,6 +63,24 @@ def strides_of(mask: torch.Tensor, scores_shape: tuple[int, int, int, int]) -> t
     )
 
 
+def unexpanded(strides: tuple[int, ...]) -> tuple[slice, ...]:
+    """The index of what is in memory of a mask with these strides."""
+    return tuple(slice(None if stride else 1) for stride in strides)
+
+
+def walkable(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Can the copy engine walk a float mask with these sizes and strides? A dimension of stride 0 is broadcast."""
+    if shape[-1] == 1 or strides[-1] != 1:
+        return False
+    rest = zip(shape[:-1], strides[:-1])
+    return all(size == 1 or (stride >= 0 and stride * itemsize % 16 == 0) for size, stride in rest)
+
+
+def piece_of(dtype: torch.dtype) -> int:
+    """How many elements of a mask its lists are made by: 16 bytes."""
+    return PIECE // dtype.itemsize
+
+
 def access_of(mask: torch.Tensor, strides: tuple[int, ...], seqlen_k: int) -> int:
     """How 16 keys of a row can be read: at once, as words of four bytes, or one by one."""
     if strides[3] != 1 and seqlen_k > 1:
@@ -71,9 +90,9 @@ def access_of(mask: torch.Tensor, strides: tuple[int, ...], seqlen_k: int) -> in
     return ALIGNED if aligned and seqlen_k % PIECE == 0 else DENSE
 
 
-def list_bytes(seqlen_k: int) -> int:
-    """Dynamic shared memory of a block of the kernel that makes the lists."""
-    return math.ceil(seqlen_k / PIECE)
+def list_bytes(seqlen_k: int, piece: int) -> int:
+    """Dynamic shared memory of a block of the kernel that makes the lists, by so many keys at a time."""
+    return math.ceil(seqlen_k / piece)
 
 
 def _empty(size: int, device: torch.device) -> torch.Tensor:
@@ -128,7 +147,7 @@ class KeyLists:
             mask=self.params, mask_heads=heads, mask_rows=rows, seqlen_k=seqlen_k, q_tiles=q_tiles
         )
         grid = (batches * heads * q_tiles, 1, 1)
-        self._config = driver.LaunchConfig(grid, (THREADS, 1, 1), list_bytes(seqlen_k), None, None, 0)
+        self._config = driver.LaunchConfig(grid, (THREADS, 1, 1), list_bytes(seqlen_k, piece_of(mask.dtype)), None, None, 0)
         self._frames: list[_Frame] = []
 
     def make(self, mask: torch.Tensor, device_index: int, stream: int) -> torch.Tensor:
