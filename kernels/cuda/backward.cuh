@@ -6,6 +6,16 @@
 #include "wgmma.cuh"
 #include "wgmma_instructions.cuh"
 
+// Where the lists of a bool mask lie (backward_mask.cuh): of each plane of the mask and tile of keys, which query tiles
+// to visit, and the bits of mixed ones.
+struct QueryMask {
+  const uint32_t* bits;
+  const int* lists;
+  int plane_stride_batch, plane_stride_head;  // in planes, 0 where the mask is broadcast
+  int q_tiles;                                // that have bits of their own: all, or one for all
+  int unused;
+};
+
 // Mirrored by backward.py.
 struct BackwardParams {
   const void* out;         // [batch, num_heads, seqlen_q, head_dim_v], last stride 1
@@ -22,6 +32,7 @@ struct BackwardParams {
   int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, logsumexp_pitch;
   int q_tiles, k_tiles, heads_per_group;
   float softmax_scale, softmax_scale_log2;
+  QueryMask mask;  // MASKED
 };
 
 constexpr int CONSUMERS = BLOCK_N / 64;
@@ -32,6 +43,10 @@ constexpr int PREPARE_THREADS = 256;
 // A consumer does a query tile in parts, which bounds its registers.
 constexpr int PARTS = BLOCK_M / STEP_M;
 static_assert(BLOCK_M % STEP_M == 0 && STEP_M % 16 == 0);
+#if MASKED
+#include "backward_mask.cuh"
+static_assert(!FIRST_STORES, "the first keys do not meet every query tile");
+#endif
 
 constexpr int BOXES = ceil_div(HEAD_DIM, BOX_COLUMNS);
 constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
@@ -67,11 +82,12 @@ struct Work {
 };
 
 // Causal: the first keys, which most queries see, come first, of a group of heads whose queries stay in L2 together.
+// Masked: the same, since masks of models are causal more often than not.
 // Deterministic: the same, since blocks of one head wait for one another: so those that begin together are of many.
 __device__ __forceinline__ Work work_at(int index, const BackwardParams& params) {
   int head;
   Work work;
-  if (IS_CAUSAL || DETERMINISTIC) {
+  if (IS_CAUSAL || DETERMINISTIC || MASKED) {
     const int group_tiles = params.heads_per_group * params.k_tiles;
     const int first = index / group_tiles * params.heads_per_group, within = index % group_tiles;
     const int heads = min(params.heads_per_group, params.batch * params.num_kv_heads - first);
@@ -102,18 +118,69 @@ __device__ __forceinline__ int block_number(uint32_t ticket, const BackwardParam
   return uniform(read_word(ticket));
 }
 
-// Calls `visit(query head, query tile, the tile's number in the workspace)` for all that a block works on, in order.
+#if MASKED
+// Of one query head and the block's keys: which list of the mask, and the list.
+__device__ __forceinline__ int list_number(const Work& work, int head, const BackwardParams& params) {
+  const int plane = work.batch * params.mask.plane_stride_batch + head * params.mask.plane_stride_head;
+  return plane * params.k_tiles + work.k_tile;
+}
+__device__ __forceinline__ const int* query_list(const Work& work, int head, const BackwardParams& params) {
+  return params.mask.lists + (int64_t)list_number(work, head, params) * (2 + params.q_tiles);
+}
+#endif
+
+// Calls `visit(query head, query tile, the tile's number in the workspace, its entry in a mask's list or 0)` for all
+// that a block works on, in order.
 template <class Visit>
 __device__ __forceinline__ void for_each_tile(const Work& work, const BackwardParams& params, const Visit& visit) {
   const int group = params.num_heads / params.num_kv_heads;
 #pragma unroll 1
   for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
     const int first = (work.batch * params.num_heads + head) * params.q_tiles;
+#if MASKED
+    const int* list = query_list(work, head, params) + 1;
+#pragma unroll 1
+    for (int entry; (entry = *list) != LIST_END; ++list)
+      visit(head, entry_tile(entry), first + entry_tile(entry), entry);
+#else
 #pragma unroll 1
     for (int number = first + params.q_tiles - 1; number >= first + work.first_q_tile; --number)
-      visit(head, number - first, number);
+      visit(head, number - first, number, 0);
+#endif
   }
 }
+
+// How many tiles a block works on, those of all query heads of the group together.
+__device__ __forceinline__ int count_tiles(const Work& work, const BackwardParams& params) {
+  const int group = params.num_heads / params.num_kv_heads;
+#if MASKED
+  int count = 0;
+#pragma unroll 1
+  for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head)
+    count += *query_list(work, head, params);
+  return count;
+#else
+  return work.tiles(params) * group;
+#endif
+}
+
+#if MASKED
+// The loading thread: whether a query tile is mixed, and its bits if it is, on their way to the consumers beside the
+// queries of the same stage, before which it must be called.
+template <class Shared>
+__device__ __forceinline__ void load_mask(const Work& work, int head, int entry, int stage,
+                                          const BackwardParams& params, const Shared& shared) {
+  write_word(shared.mixed(stage), entry_mixed(entry));
+  if (entry_mixed(entry)) {
+    const int tile = params.mask.q_tiles == 1 ? 0 : entry_tile(entry);
+    const int64_t number = (int64_t)list_number(work, head, params) * params.mask.q_tiles + tile;
+    load_bytes<MASK_BYTES>(params.mask.bits + number * MASK_WORDS, shared.mask_bits + stage * MASK_BYTES,
+                           shared.q_full(stage));
+  } else {
+    barrier_arrive(shared.q_full(stage));
+  }
+}
+#endif
 
 // The loading warp. Shared: where the kernel keeps its tiles and barriers.
 template <class Shared>
@@ -123,12 +190,15 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
   Ring<Q_STAGES> q;
   Ring<DO_STAGES> d;
   bool first = true;
-  for_each_tile(work, params, [&](int head, int tile, int number) {
+  for_each_tile(work, params, [&](int head, int tile, int number, [[maybe_unused]] int entry) {
     // In the order in which the consumers need them.
     if (first)
       load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key, shared.k_full(), work.k_tile * BLOCK_N, work.kv_head,
                                    work.batch);
     barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
+#if MASKED
+    load_mask(work, head, entry, q.stage, params, shared);
+#endif
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
                                  head, work.batch);
     load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (2 * BLOCK_M),
@@ -293,8 +363,10 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
     delta += __shfl_xor_sync(0xFFFFFFFF, delta, 4);
     delta = quad_sum(delta);
     if (lane == 0) {
-      // Rows past the end have probability zero everywhere.
-      statistics[row] = this_row < params.seqlen_q ? logsumexp[this_row] * 1.4426950408889634f : INFINITY_F;
+      // Rows past the end, and those that see no key, have probability zero everywhere.
+      float high = this_row < params.seqlen_q ? logsumexp[this_row] * 1.4426950408889634f : INFINITY_F;
+      if (MASKED && high == -INFINITY_F) high = INFINITY_F;
+      statistics[row] = high;
       statistics[BLOCK_M + row] = -delta;
     }
   }

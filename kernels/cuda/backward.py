@@ -19,12 +19,13 @@ import torch
 
 from ... import driver, nvrtc
 from .. import KernelUnavailable, launch_counts
-from . import forward, tiles
+from . import forward, masks, tiles
 from .tiles import BackwardTile
 
 FOLDER = Path(__file__).parent
 PREPARE, MAIN, FINISH = ENTRIES = ("flash_backward_prepare", "flash_backward", "flash_backward_finish")
 MAX_HEAD_DIM = 256
+MAX_MASKED_HEAD_DIM = 128
 # wgmma cuts off what it adds up instead of rounding it; Triton's kernels add up longer sums in parts.
 MAX_SUM_ROWS = forward.MAX_SEQLEN_K
 
@@ -36,6 +37,19 @@ _PREPARE_THREADS = 256
 # Queries, their gradients and their float32 sums of the heads in work at one time should fit the L2 cache (50 MB).
 _L2_BYTES = 32 << 20
 _MAX_BLOCKS = 2**31 - 1
+
+
+class QueryMask(ctypes.Structure):
+    """Repeated by ``struct QueryMask`` in ``backward.cuh``."""
+
+    _fields_ = [
+        ("bits", ctypes.c_void_p),
+        ("lists", ctypes.c_void_p),
+        ("plane_stride_batch", ctypes.c_int32),  # in planes of the mask, 0 where it is broadcast
+        ("plane_stride_head", ctypes.c_int32),
+        ("q_tiles", ctypes.c_int32),  # that have bits of their own
+        ("unused", ctypes.c_int32),
+    ]
 
 
 class BackwardParams(ctypes.Structure):
@@ -73,11 +87,15 @@ class BackwardParams(ctypes.Structure):
         ("heads_per_group", ctypes.c_int32),  # key heads, counted over the batch, whose queries share L2
         ("softmax_scale", ctypes.c_float),
         ("softmax_scale_log2", ctypes.c_float),
+        ("mask", QueryMask),  # zeros without a mask
     ]
 
 
 class Specialisation(NamedTuple):
-    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256."""
+    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
+
+    is_masked: there is a bool mask. The binary then holds the kernels that read it too.
+    """
 
     head_dim: int
     head_dim_v: int
@@ -85,6 +103,7 @@ class Specialisation(NamedTuple):
     is_bf16: bool
     deterministic: bool
     tile: BackwardTile
+    is_masked: bool = False
 
     @property
     def defines(self) -> dict[str, int]:
@@ -105,6 +124,7 @@ class Specialisation(NamedTuple):
             "PERSISTENT": int(tile.persistent),
             "FIRST_STORES": int(tile.first_stores),
             "IS_CAUSAL": int(self.is_causal),
+            "MASKED": int(self.is_masked),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),
         }
@@ -115,6 +135,8 @@ class Specialisation(NamedTuple):
         tile, padded, padded_v = self.tile, _round_up(self.head_dim, 64), _round_up(self.head_dim_v, 64)
         keys = tile.block_n * (padded + padded_v) * 2
         queries = tile.block_m * (tile.q_stages * (padded * 2 + 8) + tile.do_stages * padded_v * 2)
+        if self.is_masked:
+            queries += tile.q_stages * tile.block_m * tile.block_n // 8
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
         # P on its way to the other warpgroup, or the query's gradient on its way to global memory; both are float32.
         handed = tile.block_m * (tile.block_n if self.is_wide else self.head_dim) * 4
@@ -160,7 +182,7 @@ class Specialisation(NamedTuple):
     @property
     def entries(self) -> tuple[str, ...]:
         """The kernels in the binary."""
-        return ENTRIES
+        return (*masks.BIT_ENTRIES, *ENTRIES) if self.is_masked else ENTRIES
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
@@ -171,17 +193,24 @@ class Specialisation(NamedTuple):
 
 
 def specialise(
-    head_dim: int, head_dim_v: int, dtype: torch.dtype, is_causal: bool, deterministic: bool, query_rows: int
+    head_dim: int,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    is_causal: bool,
+    deterministic: bool,
+    query_rows: int,
+    is_masked: bool = False,
 ) -> Specialisation:
     """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256.
 
-    query_rows: how many queries a key head has, those of all its query heads together.
+    query_rows: how many queries a key head has, those of all its query heads together. is_masked: with a bool mask,
+    head dimensions up to 128.
     """
     padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
     if padded_v > 64:
         padded = max(padded, 80)  # of wide tiles each warpgroup computes a box of the query's gradient; there are two
-    tile = tiles.choose_backward(padded, padded_v, is_causal, query_rows, deterministic)
-    return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, deterministic, tile)
+    tile = tiles.choose_backward(padded, padded_v, is_causal or is_masked, query_rows, deterministic)
+    return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, deterministic, tile, is_masked)
 
 
 def _round_up(number: int, step: int) -> int:
@@ -193,13 +222,20 @@ def sums_fit(query: torch.Tensor, key: torch.Tensor) -> bool:
     return query.size(2) * (query.size(1) // key.size(1)) <= MAX_SUM_ROWS
 
 
-def _refusal(query, key, value, out, logsumexp, grad_out, softmax_scale: float) -> str:
+def masks_fit(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Are the head dimensions among those with a kernel for masks?"""
+    return max(query.size(3), value.size(3)) <= MAX_MASKED_HEAD_DIM
+
+
+def _refusal(query, key, value, out, logsumexp, grad_out, mask, is_causal: bool, softmax_scale: float) -> str:
     """Why the kernels cannot run this call, whatever routing has said: a compiled graph may get other tensors."""
-    refusal = forward._refusal(query, key, value, None, False, softmax_scale)
+    refusal = forward._refusal(query, key, value, mask, is_causal, softmax_scale)
     if refusal:
         return refusal
     if query.size(3) > MAX_HEAD_DIM or value.size(3) > MAX_HEAD_DIM:
         return f"the Hopper backward has no head_dim {query.size(3)} with value head_dim {value.size(3)}"
+    if mask is not None and not masks_fit(query, value):
+        return f"the Hopper backward takes masks up to a head_dim of {MAX_MASKED_HEAD_DIM}, not {query.size(3)}"
     if not suits(query, key, value, out, grad_out):
         return "the copy engine cannot walk tensors with such strides"
     if logsumexp.dtype != torch.float32 or not logsumexp.is_contiguous():
@@ -239,6 +275,7 @@ class Plan:
         "_frames",
         "_functions",
         "_maps",
+        "_mask",
         "_params",
         "_semaphores_at",
         "_statistics_in_gradient",
@@ -249,16 +286,18 @@ class Plan:
 
     def __init__(
         self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value,
-        is_causal: bool, softmax_scale: float, deterministic: bool, tile: BackwardTile | None = None,
+        is_causal: bool, softmax_scale: float, deterministic: bool, mask: torch.Tensor | None = None,
+        tile: BackwardTile | None = None,
     ) -> None:  # fmt: skip
-        refusal = _refusal(query, key, value, out, logsumexp, grad_out, softmax_scale)
+        refusal = _refusal(query, key, value, out, logsumexp, grad_out, mask, is_causal, softmax_scale)
         if refusal:
             raise KernelUnavailable(refusal)
         batch, heads, seqlen_q, head_dim = query.shape
         kv_heads, seqlen_k, head_dim_v = value.shape[1:]
         index = self._device_index = query.device.index
         query_rows = seqlen_q * (heads // kv_heads)
-        spec = specialise(head_dim, head_dim_v, query.dtype, is_causal, deterministic, query_rows)
+        is_masked = mask is not None
+        spec = specialise(head_dim, head_dim_v, query.dtype, is_causal, deterministic, query_rows, is_masked)
         if tile is not None:
             spec = spec._replace(tile=tile)
         self.specialisation = spec
@@ -280,6 +319,10 @@ class Plan:
                 ctypes.c_void_p(driver.load_function(binary, entry, index, spec.shared_bytes if entry == MAIN else 0))
                 for entry in ENTRIES
             ]
+            self._mask = None
+            if mask is not None:
+                makers = [ctypes.c_void_p(driver.load_function(binary, entry, index, 0)) for entry in masks.BIT_ENTRIES]
+                self._mask = masks.QueryLists(makers, mask, (batch, heads, seqlen_q, seqlen_k), tile)
             rows = (tile.block_m, tile.block_n, tile.block_n, tile.block_m, tile.block_n, tile.block_n)
             self._maps = [
                 driver.TensorMaps(t.dtype, t.shape, t.stride(), n, t.data_ptr(), index)
@@ -314,6 +357,7 @@ class Plan:
             heads_per_group=min(heads_per_group, batch * kv_heads),
             softmax_scale=softmax_scale,
             softmax_scale_log2=softmax_scale * _LOG2E,
+            mask=QueryMask() if self._mask is None else QueryMask(**self._mask.numbers),
         )
         grid = min(blocks, num_sms) if tile.persistent else blocks
         self._configs = [
@@ -323,12 +367,14 @@ class Plan:
         ]
         self._frames: list[_Frame] = []
 
-    def __call__(self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value) -> None:
+    def __call__(
+        self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask=None
+    ) -> None:
         """Launch on the current stream of the tensors' device."""
         index = self._device_index
         if driver.current_device() != index:
             with torch.cuda.device(index):
-                return self(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value)
+                return self(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask)
         workspace = torch.empty(self._workspace_floats, dtype=torch.float32, device=query.device)
         # These stay referenced until the driver has copied them.
         maps = [
@@ -353,6 +399,9 @@ class Plan:
         stream = driver.current_stream(index)
         if self.specialisation.in_order or self.specialisation.tile.persistent:
             params.counters = driver.counters(index, stream)
+        if self._mask is not None:
+            lists = self._mask.make(mask, index, stream)
+            params.mask.bits, params.mask.lists = lists.bits, lists.lists
         count = 2 if grad_query is None else 3
         launches = zip(ENTRIES, self._functions, frame.configs, (frame.single, frame.main, frame.single), strict=True)
         for entry, function, config, arguments in list(launches)[:count]:
@@ -401,24 +450,28 @@ _plans: dict[tuple, Plan | KernelUnavailable] = {}
 
 def backward(
     grad_out, query, key, value, out, logsumexp, is_causal, softmax_scale, grad_query, grad_key, grad_value,
-    deterministic,
+    deterministic, mask=None,
 ) -> None:  # fmt: skip
     """Fill grad_query (unless None), grad_key and grad_value, of their tensors' shapes, the last dimension dense.
 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], out and grad_out
     [B, H, seqlen_q, Dv], ``aligned`` and ``walkable``; float16 or bfloat16, all sizes positive, D and Dv multiples of 8
     up to 256, softmax_scale finite and positive. logsumexp float32 [B, H, at least seqlen_q], contiguous, natural
-    logarithm. deterministic: bit by bit the same result for the same call. Raises KernelUnavailable before any launch.
+    logarithm, -inf for a row that sees no key. deterministic: bit by bit the same result for the same call. mask bool
+    [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1] with any strides, where ``masks_fit``, not together with is_causal.
+    Raises KernelUnavailable before any launch of the three kernels.
     """
     tensors = query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value
     key_of_plan = (
         *((t.shape, t.stride()) if t is not None else None for t in tensors),
         query.dtype, is_causal, softmax_scale, deterministic, query.get_device(),
     )  # fmt: skip
+    if mask is not None:
+        key_of_plan += mask.shape, mask.stride(), mask.dtype, mask.data_ptr() & 15
     found = _plans.get(key_of_plan)
     if found is None:
         try:
-            found = Plan(*tensors, is_causal, softmax_scale, deterministic)
+            found = Plan(*tensors, is_causal, softmax_scale, deterministic, mask)
         except KernelUnavailable as error:
             found = error
         if len(_plans) >= _MAX_PLANS:
@@ -426,7 +479,7 @@ def backward(
         _plans[key_of_plan] = found
     if isinstance(found, KernelUnavailable):
         raise KernelUnavailable(str(found))
-    found(*tensors)
+    found(*tensors, mask)
 
 
 if hasattr(os, "register_at_fork"):
