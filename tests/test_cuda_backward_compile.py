@@ -31,11 +31,15 @@ def specialisations():
             dtype = torch.bfloat16 if is_bf16 else torch.float16
             for query_rows in (SHORT, LONG):
                 found.append(backward.specialise(*dims, dtype, is_causal, deterministic, query_rows))
+        if max(dims) <= backward.MAX_MASKED_HEAD_DIM:
+            for dtype in (torch.bfloat16, torch.float16) if ALL else [(torch.bfloat16, torch.float16)[number % 2]]:
+                for query_rows in (SHORT, LONG):
+                    found.append(backward.specialise(*dims, dtype, False, deterministic, query_rows, is_masked=True))
     return list(dict.fromkeys(found))
 
 
 def name_of(spec):
-    kind = ("causal" if spec.is_causal else "full", "bf16" if spec.is_bf16 else "f16")
+    kind = ("masked" if spec.is_masked else "causal" if spec.is_causal else "full", "bf16" if spec.is_bf16 else "f16")
     flags = ["deterministic"] * spec.deterministic + ["persistent"] * spec.tile.persistent
     return "-".join([f"{spec.head_dim}-{spec.head_dim_v}", *kind, *flags])
 

@@ -134,9 +134,3 @@ extern "C" __global__ void __launch_bounds__(32 * LIST_WARPS) flash_mask_query_l
     list[1 + count] = LIST_END;
   }
 }
-
-// Keeps, of a thread's scores, those whose bit in `seen` is set; the others become `hidden`, whatever they are.
-__device__ __forceinline__ void keep_seen(float (&scores)[STEP_M / 2], uint32_t seen, float hidden) {
-#pragma unroll
-  for (int i = 0; i < STEP_M / 2; ++i) scores[i] = seen & 1u << i ? scores[i] : hidden;
-}
