@@ -240,9 +240,9 @@ def test_strides_that_the_copy_engine_cannot_walk():
         ("cuda", {"attn_mask": torch.ones(5, 5, dtype=torch.bool)}, "cuda"),
         ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5)}, "triton"),
         ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool), "is_causal": True}, "triton"),
-        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool), "max_masked_head_dim": 8}, "triton"),
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool), "max_extras_head_dim": 8}, "triton"),
         ("cuda", {"dropout_p": 0.5}, "cuda"),
-        ("cuda", {"dropout_p": 0.5, "max_masked_head_dim": 8}, "triton"),
+        ("cuda", {"dropout_p": 0.5, "max_extras_head_dim": 8}, "triton"),
         ("cuda", {"max_rows": 4}, "triton"),
     ],
 )
@@ -258,9 +258,9 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
             grad.fill_(3.0)
 
     hopper = SimpleNamespace(
-        backward=fake, suits=backward.suits, sums_fit=backward.sums_fit, masks_fit=backward.masks_fit
+        backward=fake, suits=backward.suits, sums_fit=backward.sums_fit, extras_fit=backward.extras_fit
     )
-    monkeypatch.setattr(backward, "MAX_MASKED_HEAD_DIM", options.get("max_masked_head_dim", 128))
+    monkeypatch.setattr(backward, "MAX_EXTRAS_HEAD_DIM", options.get("max_extras_head_dim", 128))
     monkeypatch.setattr(backward, "MAX_SUM_ROWS", options.get("max_rows", 5))
     monkeypatch.setattr(ops, "_hopper_backward", lambda: hopper)
     monkeypatch.setattr(ops, "_kernels", lambda: SimpleNamespace(backward=lambda *_: called.append("triton")))

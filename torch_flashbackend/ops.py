@@ -176,8 +176,8 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
     mask = _mask_as_rank_4(attn_mask)
     if backend == "cuda" and (mask is None or (mask.dtype == torch.bool and not is_causal)):
         hopper = _hopper_backward()
-        plain = mask is None and dropout_p == 0.0
-        fits = hopper.sums_fit(query, key) and (plain or hopper.masks_fit(query, value))
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        fits = hopper.sums_fit(query, key) and hopper.extras_fit(query, value, mask, dropout_p, deterministic)
         if fits and not hopper.suits(grad_out):
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         if fits and hopper.suits(query, key, value, out):
@@ -185,7 +185,7 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
                 grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
             hopper.backward(
                 grad_out, query, key, value, out, logsumexp, is_causal, scale, grad_query, grad_key, grad_value,
-                torch.are_deterministic_algorithms_enabled(), mask, dropout_p, dropout_seed,
+                deterministic, mask, dropout_p, dropout_seed,
             )  # fmt: skip
             return grad_query, grad_key if needs_key else None, grad_value if needs_value else None, None
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()

@@ -29,8 +29,9 @@
 // MASKED: there is a bool mask. A block visits the query tiles of a list (backward_mask.cuh); which of the scores of a
 // mixed one count comes as bits beside its queries.
 //
-// DROPOUT: a word of each thread says which of its scores stay (dropout.cuh). P^T without the others goes into grad_value,
-// dP^T without them into dS^T, both without the scale of what stays, which the sums are multiplied by at last.
+// DROPOUT: a word of each thread says which of its scores stay (dropout.cuh). P^T without the others goes into
+// grad_value, dP^T without them into dS^T, both without the scale of what stays, which the sums are multiplied by at
+// last.
 //
 // FIRST_STORES: nobody writes zeros to the sums; the block of a head's first keys, which every query tile meets, stores
 // its share, and the others add to a tile once it has. They too take their numbers from a counter.

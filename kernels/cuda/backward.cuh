@@ -390,8 +390,8 @@ struct Flag {
 };
 
 #if DROPOUT
-extern "C" __global__ void __launch_bounds__(DROPOUT_PITCH) flash_dropout_keys(
-    const __grid_constant__ DropoutKeysParams params) {
+extern "C" __global__ void
+    __launch_bounds__(DROPOUT_PITCH) flash_dropout_keys(const __grid_constant__ DropoutKeysParams params) {
   write_dropout_keys(params);
 }
 #endif
@@ -434,7 +434,8 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
       statistics[BLOCK_M + row] = -delta;
 #if DROPOUT
       // The table has as many rows as all tiles together.
-      const uint32_t* keys = dropout_rows(params.dropout, blockIdx.x / params.q_tiles, params.seqlen_q, params.seqlen_k);
+      const uint32_t* keys =
+          dropout_rows(params.dropout, blockIdx.x / params.q_tiles, params.seqlen_q, params.seqlen_k);
       statistics[2 * BLOCK_M + row] = __uint_as_float(keys[this_row]);
 #endif
     }

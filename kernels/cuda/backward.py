@@ -26,7 +26,7 @@ from .tiles import BackwardTile
 FOLDER = Path(__file__).parent
 PREPARE, MAIN, FINISH = ENTRIES = ("flash_backward_prepare", "flash_backward", "flash_backward_finish")
 MAX_HEAD_DIM = 256
-MAX_MASKED_HEAD_DIM = 128
+MAX_EXTRAS_HEAD_DIM = 128  # with a mask or dropout
 # wgmma cuts off what it adds up instead of rounding it; Triton's kernels add up longer sums in parts.
 MAX_SUM_ROWS = forward.MAX_SEQLEN_K
 
@@ -236,22 +236,27 @@ def sums_fit(query: torch.Tensor, key: torch.Tensor) -> bool:
     return query.size(2) * (query.size(1) // key.size(1)) <= MAX_SUM_ROWS
 
 
-def masks_fit(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Are the head dimensions among those with a kernel for masks and dropout?"""
-    return max(query.size(3), value.size(3)) <= MAX_MASKED_HEAD_DIM
+def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> bool:
+    """Is there a kernel for the call's mask and dropout, if it has any?"""
+    if mask is None and dropout_p == 0.0:
+        return True
+    # Mask, dropout and the order of blocks together are more than the registers of head_dim 128 hold.
+    all_three = mask is not None and dropout_p > 0.0 and deterministic
+    return max(query.size(3), value.size(3)) <= MAX_EXTRAS_HEAD_DIM and not all_three
 
 
 def _refusal(
-    query, key, value, out, logsumexp, grad_out, mask, dropout_p: float, is_causal: bool, softmax_scale: float
-) -> str:
+    query, key, value, out, logsumexp, grad_out, mask, dropout_p: float, is_causal: bool, softmax_scale: float,
+    deterministic: bool,
+) -> str:  # fmt: skip
     """Why the kernels cannot run this call, whatever routing has said: a compiled graph may get other tensors."""
     refusal = forward._refusal(query, key, value, mask, is_causal, softmax_scale)
     if refusal:
         return refusal
     if query.size(3) > MAX_HEAD_DIM or value.size(3) > MAX_HEAD_DIM:
         return f"the Hopper backward has no head_dim {query.size(3)} with value head_dim {value.size(3)}"
-    if (mask is not None or dropout_p > 0.0) and not masks_fit(query, value):
-        return f"the Hopper backward takes masks and dropout up to a head_dim of {MAX_MASKED_HEAD_DIM}"
+    if not extras_fit(query, value, mask, dropout_p, deterministic):
+        return f"the Hopper backward takes masks and dropout up to a head_dim of {MAX_EXTRAS_HEAD_DIM}, not all at once"
     if not suits(query, key, value, out, grad_out):
         return "the copy engine cannot walk tensors with such strides"
     if logsumexp.dtype != torch.float32 or not logsumexp.is_contiguous():
@@ -306,7 +311,9 @@ class Plan:
         is_causal: bool, softmax_scale: float, deterministic: bool, tile: BackwardTile | None = None,
         mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     ) -> None:  # fmt: skip
-        refusal = _refusal(query, key, value, out, logsumexp, grad_out, mask, dropout_p, is_causal, softmax_scale)
+        refusal = _refusal(
+            query, key, value, out, logsumexp, grad_out, mask, dropout_p, is_causal, softmax_scale, deterministic
+        )
         if refusal:
             raise KernelUnavailable(refusal)
         batch, heads, seqlen_q, head_dim = query.shape
@@ -487,8 +494,9 @@ def backward(
     [B, H, seqlen_q, Dv], ``aligned`` and ``walkable``; float16 or bfloat16, all sizes positive, D and Dv multiples of 8
     up to 256, softmax_scale finite and positive. logsumexp float32 [B, H, at least seqlen_q], contiguous, natural
     logarithm, -inf for a row that sees no key. deterministic: bit by bit the same result for the same call. mask bool
-    [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1] with any strides, where ``masks_fit``, not together with is_causal.
-    dropout_seed int64 [1] where dropout_p is positive; out is that of the same dropout, where ``masks_fit``. Raises KernelUnavailable before any launch of the three kernels.
+    [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1] with any strides, not together with is_causal.
+    dropout_seed int64 [1] where dropout_p is positive; out is that of the same dropout. Both
+    where ``extras_fit``. Raises KernelUnavailable before any launch of the three kernels.
     """
     tensors = query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value
     key_of_plan = (

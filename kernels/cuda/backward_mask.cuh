@@ -14,9 +14,9 @@
 
 // Of the two kernels; mirrored by masks.py.
 struct BitsParams {
-  MaskParams mask;     // `lists`: [planes, k_tiles, 2 + q_tiles]
-  uint32_t* bits;      // [planes, k_tiles, mask_q_tiles, MASK_WORDS], written for mixed tiles
-  uint8_t* contents;   // [planes, k_tiles, mask_q_tiles]
+  MaskParams mask;            // `lists`: [planes, k_tiles, 2 + q_tiles]
+  uint32_t* bits;             // [planes, k_tiles, mask_q_tiles, MASK_WORDS], written for mixed tiles
+  uint8_t* contents;          // [planes, k_tiles, mask_q_tiles]
   int mask_heads, mask_rows;  // the mask's own, 1 where it is broadcast
   int seqlen_k, k_tiles;
   int q_tiles, mask_q_tiles;  // of the call, and those that have bits of their own
@@ -86,7 +86,8 @@ extern "C" __global__ void __launch_bounds__(BITS_THREADS) flash_mask_bits(const
     rows[i * ROWS_AT_ONCE + threadIdx.x / 8][piece] = x[i];
   }
   // Nothing is seen of what lies past the last key.
-  const int content = (__syncthreads_or(any != 0) ? SOME_SEEN : 0) | (__syncthreads_or(all != 0xFFFF) ? SOME_HIDDEN : 0);
+  const int content =
+      (__syncthreads_or(any != 0) ? SOME_SEEN : 0) | (__syncthreads_or(all != 0xFFFF) ? SOME_HIDDEN : 0);
   const int64_t tile = ((int64_t)plane * params.k_tiles + k_tile) * params.mask_q_tiles + q_tile;
   if (threadIdx.x == 0) params.contents[tile] = content;
   if (content != MIXED) return;

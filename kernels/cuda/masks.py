@@ -63,7 +63,7 @@ class ListParams(ctypes.Structure):
 
 
 class BitsParams(ctypes.Structure):
-    """The only parameter of the backward's two kernels that read the mask, by value; repeated in ``backward_mask.cuh``."""
+    """The only parameter of the backward's two kernels that read the mask; repeated in ``backward_mask.cuh``."""
 
     _fields_ = [
         ("mask", MaskParams),

@@ -61,7 +61,7 @@ def check_gradients(plugin, hopper, note):
     return run
 
 
-# -------------------------------------------------------------------------------------------------------- lists and bits
+# ------------------------------------------------------------------------------------------------------- lists and bits
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "odd rows", "transposed"])
@@ -235,7 +235,7 @@ def gradients_of(call: Call, out: Tensor, logsumexp: Tensor, grad_out: Tensor) -
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_nan_in_hidden_keys_and_values_does_not_leak(plugin, hopper, head_dim):
-    """Columns that nobody sees, beside others in mixed tiles: only the query's gradient may be NaN, by 0 times a key."""
+    """Columns that nobody sees, in mixed tiles: only the query's gradient may be NaN, by 0 times a key."""
     for length in (320, 333):
         seen = pattern("random", length, length)
         seen[..., 5::7] = False
@@ -285,7 +285,7 @@ def test_rows_and_columns_that_see_nothing_have_gradients_of_zero(hopper, name, 
         assert not results["key"][:, :, ~columns].any() and not results["value"][:, :, ~columns].any()
 
 
-# ------------------------------------------------------------------------------------------------- repetition and graphs
+# ------------------------------------------------------------------------------------------------ repetition and graphs
 
 
 @pytest.mark.parametrize("name", ["causal", "random", "window", "checkerboard"])
