@@ -74,45 +74,44 @@ def test_lists_and_bits_are_what_the_mask_says(head_dim, layout):
     thread, score = torch.arange(256)[:, None], torch.arange(32)
     key = thread // 32 * 16 + thread % 32 // 4 + 8 * (score // 2 % 2)
     row = 8 * (score // 4) + 2 * (thread % 4) + score % 2
-    with deterministic():
-        for seqlen_q, seqlen_k, block in ((300, 1000, 64), (129, 1056, 128), (64, 17, 4), (1, 700, 64)):
-            call = simple_call(2, 3, seqlen_q, seqlen_k, head_dim)
-            lse = torch.empty(call.query.shape[:3], device="cuda")
-            for shape in ((2, 3, seqlen_q), (2, 1, 1)):
-                seen = block_pattern((*shape, seqlen_k), torch.bool, seqlen_k, block=block, device="cuda")
-                mask = mask_in_layout(seen, layout)
-                plan = backward.Plan(
-                    call.query, call.key, call.value, call.query, lse, call.query, call.query, call.key, call.value,
-                    False, 0.1, True, mask=mask,
-                )  # fmt: skip
-                lists, block_m = plan._mask, plan.specialisation.tile.block_m
-                memory = lists.make(mask, index, driver.current_stream(index)).memory.cpu()
-                numbers, words = lists.numbers, block_m * 4
-                q_tiles, k_tiles = math.ceil(seqlen_q / block_m), math.ceil(seqlen_k / 128)
-                for batch, head in ((0, 0), (1, 2), (0, 1)):
-                    rows = seen.expand(2, 3, seqlen_q, -1)[batch, head].cpu()
-                    # Rows past the end see what the last one sees, of keys past the end nothing is seen.
-                    rows = torch.cat((rows, rows[-1:].expand(q_tiles * block_m - seqlen_q, -1)))
-                    tiles = torch.zeros(q_tiles * block_m, k_tiles * 128, dtype=torch.bool)
-                    tiles[:, :seqlen_k] = rows
-                    tiles = tiles.view(q_tiles, block_m, k_tiles, 128)
-                    some, every = tiles.any(3).any(1), tiles.all(3).all(1)
-                    plane = batch * numbers["plane_stride_batch"] + head * numbers["plane_stride_head"]
-                    for k_tile in range(k_tiles):
-                        number = plane * k_tiles + k_tile
-                        listed = memory[lists._lists_at + number * (2 + q_tiles) :].tolist()
-                        entries = listed[1 : 1 + listed[0]]
-                        assert [entry & 0xFFFF for entry in entries] == some[:, k_tile].nonzero()[:, 0].flip(0).tolist()
-                        assert listed[1 + listed[0]] == -1
-                        for entry in entries:
-                            q_tile = entry & 0xFFFF
-                            assert entry >> 16 & 0x7FFF == some[q_tile, :k_tile].sum()
-                            assert (entry < 0) == (not every[q_tile, k_tile])
-                            if entry < 0:
-                                at = number * numbers["q_tiles"] + (q_tile if numbers["q_tiles"] > 1 else 0)
-                                bits = memory[at * words : (at + 1) * words].view(-1, 256, 1) >> score & 1
-                                expected = tiles[q_tile, :, k_tile].view(-1, 64, 128)[:, row, key]
-                                assert torch.equal(bits.bool(), expected)
+    for seqlen_q, seqlen_k, block in ((300, 1000, 64), (129, 1056, 128), (64, 17, 4), (1, 700, 64)):
+        call = simple_call(2, 3, seqlen_q, seqlen_k, head_dim)
+        lse = torch.empty(call.query.shape[:3], device="cuda")
+        for shape in ((2, 3, seqlen_q), (2, 1, 1)):
+            seen = block_pattern((*shape, seqlen_k), torch.bool, seqlen_k, block=block, device="cuda")
+            mask = mask_in_layout(seen, layout)
+            plan = backward.Plan(
+                call.query, call.key, call.value, call.query, lse, call.query, call.query, call.key, call.value,
+                False, 0.1, True, mask=mask,
+            )  # fmt: skip
+            lists, block_m = plan._mask, plan.specialisation.tile.block_m
+            memory = lists.make(mask, index, driver.current_stream(index)).memory.cpu()
+            numbers, words = lists.numbers, block_m * 4
+            q_tiles, k_tiles = math.ceil(seqlen_q / block_m), math.ceil(seqlen_k / 128)
+            for batch, head in ((0, 0), (1, 2), (0, 1)):
+                rows = seen.expand(2, 3, seqlen_q, -1)[batch, head].cpu()
+                # Rows past the end see what the last one sees, of keys past the end nothing is seen.
+                rows = torch.cat((rows, rows[-1:].expand(q_tiles * block_m - seqlen_q, -1)))
+                tiles = torch.zeros(q_tiles * block_m, k_tiles * 128, dtype=torch.bool)
+                tiles[:, :seqlen_k] = rows
+                tiles = tiles.view(q_tiles, block_m, k_tiles, 128)
+                some, every = tiles.any(3).any(1), tiles.all(3).all(1)
+                plane = batch * numbers["plane_stride_batch"] + head * numbers["plane_stride_head"]
+                for k_tile in range(k_tiles):
+                    number = plane * k_tiles + k_tile
+                    listed = memory[lists._lists_at + number * (2 + q_tiles) :].tolist()
+                    entries = listed[1 : 1 + listed[0]]
+                    assert [entry & 0xFFFF for entry in entries] == some[:, k_tile].nonzero()[:, 0].flip(0).tolist()
+                    assert listed[1 + listed[0]] == -1
+                    for entry in entries:
+                        q_tile = entry & 0xFFFF
+                        assert entry >> 16 & 0x7FFF == some[q_tile, :k_tile].sum()
+                        assert (entry < 0) == (not every[q_tile, k_tile])
+                        if entry < 0:
+                            at = number * numbers["q_tiles"] + (q_tile if numbers["q_tiles"] > 1 else 0)
+                            bits = memory[at * words : (at + 1) * words].view(-1, 256, 1) >> score & 1
+                            expected = tiles[q_tile, :, k_tile].view(-1, 64, 128)[:, row, key]
+                            assert torch.equal(bits.bool(), expected)
 
 
 # --------------------------------------------------------------------------------------------------------------- values
@@ -290,15 +289,15 @@ def test_rows_and_columns_that_see_nothing_have_gradients_of_zero(hopper, name, 
 
 @pytest.mark.parametrize("name", ["causal", "random", "window", "checkerboard"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_deterministic_mode_repeats_bit_by_bit(check_gradients, hopper, head_dim, name):
+def test_deterministic_mode_repeats_bit_by_bit(hopper, note, head_dim, name):
     call = simple_call(2, 8, 700, 1000, head_dim, kv_heads=4, attn_mask=pattern(name, 700, 1000))
     grad_out = gradient_for(call)
-    with deterministic():
-        first = check_gradients(call, grad_out)
+    with hopper(), deterministic():
+        first = results_of(call, grad_out)
         for _ in range(10):
-            with hopper():
-                again = results_of(call, grad_out)
+            again = results_of(call, grad_out)
             assert all(torch.equal(again[name], first[name]) for name in first)
+    note(check(first, expect(call, grad_out), None, call.describe()))
 
 
 def test_a_captured_graph_lists_the_mask_of_each_replay(hopper, note):
@@ -341,3 +340,99 @@ def test_memory_is_at_most_stocks(plugin, hopper, name):
     with hopper():
         peak()
         assert peak() <= stock
+
+
+# -------------------------------------------------------------------------------------------------------------- dropout
+
+
+def errors(grads: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
+    """Of each gradient: the norm of the error over that of what is right."""
+    return [
+        (torch.linalg.vector_norm(grad.double() - right) / torch.linalg.vector_norm(right)).item()
+        for grad, right in zip(grads, expected, strict=True)
+    ]
+
+
+def dropout_gradients(call: Call, dropout_p: float, seed: int) -> dict[str, tuple[Tensor, ...]]:
+    """By backend, with the same dropout."""
+    from torch_flashbackend import ops
+
+    grad_out, dropout_seed = gradient_for(call), torch.tensor([seed << 40 | seed], device="cuda")
+    scale, wanted = call.softmax_scale, (True, True, True, False)
+    options = call.attn_mask, dropout_seed, dropout_p, call.is_causal, scale
+    out, logsumexp = ops._attention_forward_cuda(call.query, call.key, call.value, *options, "query", "triton")
+    saved = grad_out, call.query, call.key, call.value, call.attn_mask, out, logsumexp, dropout_seed
+    return {
+        backend: ops._gradients_cuda(*saved, dropout_p, call.is_causal, scale, wanted, backend)[:3]
+        for backend in ("triton", "cuda")
+    }
+
+
+def judge_dropout(call: Call, dropout_p: float, seed: int, found: dict[str, tuple[Tensor, ...]]) -> None:
+    """No further from float64's than twice Triton's own."""
+    from torch_flashbackend import reference
+
+    dropout_seed = torch.tensor([seed << 40 | seed], device="cuda")
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (call.query, call.key, call.value)]
+    right = reference.attention(
+        *leaves, call.attn_mask, dropout_p, call.is_causal, call.softmax_scale, dropout_seed
+    )  # fmt: skip
+    expected = torch.autograd.grad(right, leaves, gradient_for(call).double())
+    for error, of_triton in zip(errors(found["cuda"], expected), errors(found["triton"], expected), strict=True):
+        assert error <= 2.0 * of_triton + 1e-3, (call.describe(), error, of_triton)
+
+
+def check_dropout(call: Call, dropout_p: float, seed: int = 5) -> None:
+    judge_dropout(call, dropout_p, seed, dropout_gradients(call, dropout_p, seed))
+
+
+@pytest.fixture
+def hopper_backward_ran(plugin):
+    """What the test calls must be the Hopper backward."""
+    from torch_flashbackend import ops
+
+    ops.reset_launch_counts()
+    yield
+    counts = ops.launch_counts()
+    assert counts.get("flash_backward") and counts.get("flash_dropout_keys"), counts
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 96, 40, 72])
+def test_dropout(hopper_backward_ran, head_dim, is_causal, dropout_p):
+    for number, lengths in enumerate(((128, 128), (333, 500), (1000, 260), (513, 1024))):
+        call = simple_call(2, 4, *lengths, head_dim, kv_heads=2 if number % 2 else 4, dtype=DTYPES[number % 2],
+                           is_causal=is_causal, seed=number)  # fmt: skip
+        check_dropout(call, dropout_p, seed=number + 1)
+
+
+@pytest.mark.parametrize("name", ["causal", "random", "window", "dead rows"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dropout_beside_a_mask(hopper_backward_ran, head_dim, name):
+    call = simple_call(2, 4, 333, 500, head_dim, kv_heads=2, attn_mask=pattern(name, 333, 500))
+    check_dropout(call, 0.2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic_dropout_repeats_bit_by_bit(hopper_backward_ran, head_dim):
+    call = simple_call(2, 8, 700, 1000, head_dim, is_causal=True)
+    with deterministic():
+        first = dropout_gradients(call, 0.1, 5)
+        for _ in range(5):
+            again = dropout_gradients(call, 0.1, 5)["cuda"]
+            assert all(torch.equal(*pair) for pair in zip(again, first["cuda"]))
+    judge_dropout(call, 0.1, 5, first)
+
+
+def test_dropping_everything_leaves_no_gradient(hopper_backward_ran):
+    from torch_flashbackend import ops
+
+    call = simple_call(1, 2, 200, head_dim=128)
+    seed = torch.tensor([3], device="cuda")
+    arguments = call.query, call.key, call.value, None
+    out, logsumexp = ops._attention_forward_cuda(*arguments, seed, 1.0, False, 0.1, "query", "triton")
+    grads = ops._gradients_cuda(
+        gradient_for(call), *arguments, out, logsumexp, seed, 1.0, False, 0.1, (True, True, True, False), "cuda"
+    )
+    assert not any(grad.any() for grad in grads[:3])
