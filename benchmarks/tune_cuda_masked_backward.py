@@ -1,4 +1,4 @@
-"""Measure candidate tiles of the Hopper backward under bool masks on this GPU, for ``kernels/cuda/tiles.py``.
+"""Measure candidate tiles of the Hopper backward with bool masks or dropout on this GPU, for ``kernels/cuda/tiles.py``.
 
     python -m benchmarks.tune_cuda_masked_backward --out FILE.json [--only causal] [--budget 60]
 
@@ -26,34 +26,42 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks import cases
 from benchmarks.harness import Meter, Results, Run, environment
 from benchmarks.tune_cuda_masks import LARGEST_DIFFERENCE
-from torch_flashbackend import driver, ops
-from torch_flashbackend.kernels.cuda import backward, masks, tiles
+from torch_flashbackend import driver, ops, reference
+from torch_flashbackend.kernels.cuda import backward
 from torch_flashbackend.kernels.cuda.tiles import BackwardTile
 
 
-def candidates(head_dim: int) -> dict[str, BackwardTile]:
+def candidates(case: cases.Case) -> dict[str, BackwardTile]:
     """What is tried, by name; the table's for a long call first."""
-    chosen = tiles.choose_backward(head_dim, head_dim, True, 1 << 20, False)
-    found = {"table": chosen, "persistent": dataclasses.replace(chosen, persistent=True)}
-    if head_dim > 64:
+    size, has_dropout = case.head_dim, case.dropout > 0.0
+    chosen = backward.specialise(
+        size, size, torch.bfloat16, case.causal, False, 1 << 20, case.mask is not None, has_dropout
+    ).tile
+    found = {"table": chosen}
+    if not has_dropout:
+        found["persistent"] = dataclasses.replace(chosen, persistent=True)
+    if size > 64:
         found["no turns"] = dataclasses.replace(chosen, turns=False, delta_first=False)
+    if chosen.delta_first:
         found["no delta first"] = dataclasses.replace(chosen, delta_first=False)
     return found
 
 
 def work() -> list[cases.Case]:
-    """Bool masks of every kind, most important first."""
-    listed = [case for case in cases.special() if case.mask and cases.MASKS[case.mask] == "bool_mask" and case.training]
+    """Bool masks of every kind and dropout, most important first."""
+    special = [case for case in cases.special() if case.training]
+    listed = [case for case in special if case.mask and cases.MASKS[case.mask] == "bool_mask"]
+    dropped = [case for case in special if case.dropout and case.seqlen_q >= 512]
+    dropped.sort(key=lambda case: -case.seqlen_q)
     large = [case for case in listed if case.group in ("mask", "gqa") and case.head_dim == 128]
     first = sorted(large, key=lambda case: case.mask != "causal_mask")
     small = [dataclasses.replace(case, head_dim=64, head_dim_v=64) for case in first]
     sizes = [case for case in listed if case.group == "mask_sizes" and case.seqlen_q >= 256]
-    return first + small + sizes
+    return first[:2] + dropped[:2] + first[2:] + small + dropped[2:] + sizes
 
 
-def parts_of(run: Any, rounds: int = 5) -> dict[str, float]:
-    """Milliseconds of each kernel, by events around its launch."""
-    names = (*masks.BIT_ENTRIES, *backward.ENTRIES)
+def parts_of(run: Any, names: tuple[str, ...], rounds: int = 5) -> dict[str, float]:
+    """Milliseconds of each kernel, by events around its launch; names: the kernels in their order."""
     times: dict[str, list[float]] = {name: [] for name in names}
     launch, events = driver.launch, []
 
@@ -83,28 +91,32 @@ def measure(case: cases.Case, meter: Meter) -> tuple[dict[str, float], dict[str,
     inputs = cases.make_inputs(case, "cuda", training=True)
     query, key, value, mask = inputs.query, inputs.key, inputs.value, inputs.attn_mask
     grad_out, scale, grouped = inputs.grad_out, case.head_dim**-0.5, case.kv_heads != case.heads
-    stock = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+    p, causal = case.dropout, case.causal
+    stock = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=p, is_causal=causal, enable_gqa=grouped
+    )
     runs = {"stock": Run(functools.partial(
         torch.autograd.grad, stock, (query, key, value), grad_out, retain_graph=True))}  # fmt: skip
     query, key, value = (t.detach() for t in (query, key, value))
-    out, logsumexp = ops._attention_forward_cuda(query, key, value, mask, None, 0.0, False, scale, "query", "triton")
+    seed = reference.draw_dropout_seed(query, p)
+    out, logsumexp = ops._attention_forward_cuda(query, key, value, mask, seed, p, causal, scale, "query", "triton")
     triton = functools.partial(
-        ops._gradients_cuda, grad_out, query, key, value, mask, out, logsumexp, None, 0.0, False, scale,
+        ops._gradients_cuda, grad_out, query, key, value, mask, out, logsumexp, seed, p, causal, scale,
         (True, True, True, False), "triton",
     )  # fmt: skip
     runs["triton"] = Run(triton)
     right = [grad.float() for grad in triton()[:3]]
     grads = [torch.empty_like(t) for t in (query, key, value)]
     failed, parts = {}, {}
-    for name, tile in candidates(case.head_dim).items():
+    for name, tile in candidates(case).items():
         try:
             plan = backward.Plan(
-                query, key, value, out, logsumexp, grad_out, *grads, False, scale, False, tile=tile, mask=mask
+                query, key, value, out, logsumexp, grad_out, *grads, causal, scale, False, tile, mask, p
             )
         except Exception as error:
             failed[name] = f"{type(error).__name__} {str(error)[:200]}"
             continue
-        run = functools.partial(plan, query, key, value, out, logsumexp, grad_out, *grads, mask)
+        run = functools.partial(plan, query, key, value, out, logsumexp, grad_out, *grads, mask, seed)
         for grad in grads:
             grad.fill_(torch.nan)
         run()
@@ -116,17 +128,20 @@ def measure(case: cases.Case, meter: Meter) -> tuple[dict[str, float], dict[str,
             failed[name] = f"differs from Triton's result by {distance:.3g} of its norm"
             continue
         runs[name] = Run(run)
-        parts = parts or parts_of(run)
+        parts = parts or parts_of(run, plan.specialisation.entries)
     return meter.gpu_times(runs), parts, failed
 
 
 def compile_candidates(chosen: list[cases.Case]) -> None:
     """Fills the cache of binaries, several at a time; what does not compile shows later."""
-    specs = [
-        backward.specialise(size, size, torch.bfloat16, False, False, 1 << 20, True)._replace(tile=tile)
-        for size in {case.head_dim for case in chosen}
-        for tile in candidates(size).values()
-    ]
+    specs = {
+        backward.specialise(
+            case.head_dim, case.head_dim, torch.bfloat16, case.causal, False, 1 << 20, case.mask is not None,
+            case.dropout > 0.0,
+        )._replace(tile=tile)
+        for case in chosen
+        for tile in candidates(case).values()
+    }  # fmt: skip
 
     def compile_one(spec: backward.Specialisation) -> None:
         try:

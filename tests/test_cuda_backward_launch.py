@@ -14,11 +14,11 @@ from test_nvrtc import FakeDriver, install_fake_driver
 
 from torch_flashbackend import driver, nvrtc, ops, precompile
 from torch_flashbackend.kernels import KernelUnavailable
-from torch_flashbackend.kernels.cuda import backward, forward, masks, tiles
+from torch_flashbackend.kernels.cuda import backward, dropout, forward, masks, tiles
 from torch_flashbackend.problem import Problem
 
 MEMORY = 1 << 30
-LISTS = 1 << 29  # of a mask
+LISTS, TABLE = 1 << 29, 1 << 28  # of a mask, of dropout
 
 
 @pytest.fixture
@@ -72,11 +72,12 @@ def tensors(
     return on_device
 
 
-def run(listed, is_causal=True, scale=0.25, deterministic=False, mask=None):
+def run(listed, is_causal=True, scale=0.25, deterministic=False, mask=None, dropout_p=0.0, seed=None):
     query, key, value, out, lse, grad_out, grad_query, grad_key, grad_value = listed
     backward.backward(
-        grad_out, query, key, value, out, lse, is_causal, scale, grad_query, grad_key, grad_value, deterministic, mask
-    )
+        grad_out, query, key, value, out, lse, is_causal, scale, grad_query, grad_key, grad_value, deterministic, mask,
+        dropout_p, seed,
+    )  # fmt: skip
 
 
 def params_of(cuda, launch):
@@ -213,6 +214,31 @@ def test_parameters_of_a_call_with_a_mask(cuda, monkeypatch, head_dim, determini
     assert (params.mask.bits, params.mask.lists, params.mask.q_tiles) == (LISTS, bits.mask.lists, own_q_tiles)
     assert params.mask.plane_stride_batch == (shape[1] if own[0] else 0)
     assert params.mask.plane_stride_head == (1 if own[1] else 0)
+
+
+@pytest.mark.parametrize("dropout_p", [0.25, 1.0])
+def test_parameters_of_a_call_with_dropout(cuda, monkeypatch, dropout_p):
+    monkeypatch.setattr(dropout, "_empty", lambda size, _: SimpleNamespace(data_ptr=lambda: TABLE, size=size))
+    listed = tensors(head_dim=64)
+    run(listed, dropout_p=dropout_p, seed=OnDevice(torch.empty(1, dtype=torch.int64, device="meta"), 9 << 20))
+    assert cuda.compiled[-1].defines["DROPOUT"] and not cuda.compiled[-1].defines["MASKED"]
+    # 512 keys of queries and 512 of keys for each of 8 heads.
+    assert [launch[0][0] for launch in cuda.launches[:2]] == [8 * 1024 // 256, 8 * 3]
+    (address,) = (ctypes.c_void_p * 1).from_address(cuda.launches[0][3])
+    keys = dropout.DropoutKeysParams.from_buffer_copy(
+        ctypes.string_at(address, ctypes.sizeof(dropout.DropoutKeysParams))
+    )
+    assert (keys.seed, keys.keys, keys.rows, keys.columns) == (9 << 20, TABLE, 512, 512)
+    _, params = params_of(cuda, 2)
+    assert (params.dropout.keys, params.kept) == (TABLE, 1.0 - dropout_p)
+    assert params.dropout.threshold == (1 << 30 if dropout_p == 0.25 else 0xFFFF << 16)
+    scale = 4 / 3 if dropout_p == 0.25 else 0.0
+    assert params.dropout.scale == pytest.approx(scale)
+    # Scores are not scaled by it, the gradients of query and key are.
+    assert params.softmax_scale == pytest.approx(0.25 * scale)
+    assert params.softmax_scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
+    # Three statistics of a query, beside the query's gradient, in which there is room for 32.
+    assert params.statistics == listed[6].data_ptr()
 
 
 @pytest.mark.parametrize(("head_dim", "is_causal"), [(136, False), (64, True)])
