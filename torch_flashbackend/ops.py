@@ -13,8 +13,8 @@ kernel hooks, ``selection`` and ``attention``. All operators are rank 4: query [
 ``layout`` is the memory order of out: "query" (that of the query), "bshd" or "bhsd". ``dropout_seed`` int64 [1] goes
 with a positive dropout_p. ``backend`` says whose kernels run on CUDA: "triton", or "cuda", the Hopper kernels, in whose
 place Triton's run where a call is not theirs: an address that is no multiple of 16 bytes (a compiled graph is not
-traced again for it), another GPU than the one that the graph was made for, the backward of a call with a mask. On CPU
-and MPS the math path runs.
+traced again for it), another GPU than the one that the graph was made for, the backward of a call with a mask or
+dropout and a head_dim above 128. On CPU and MPS the math path runs.
 """
 
 from __future__ import annotations
@@ -172,20 +172,22 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
     grad_key, grad_value = (torch.empty_like(key), torch.empty_like(value)) if both else (None, None)
     if grad_out.stride(3) != 1:  # the gradient of a sum is expanded, say: no vector loads without a copy
         grad_out = grad_out.contiguous()
-    if backend == "cuda" and attn_mask is None and dropout_p == 0.0:
+    mask = _mask_as_rank_4(attn_mask)
+    if backend == "cuda" and (mask is None or (mask.dtype == torch.bool and not is_causal)):
         hopper = _hopper_backward()
-        if not hopper.suits(grad_out):
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        fits = hopper.sums_fit(query, key) and hopper.extras_fit(query, value, mask, dropout_p, deterministic)
+        if fits and not hopper.suits(grad_out):
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
-        if hopper.sums_fit(query, key) and hopper.suits(query, key, value, out):
+        if fits and hopper.suits(query, key, value, out):
             if not both:
                 grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
             hopper.backward(
                 grad_out, query, key, value, out, logsumexp, is_causal, scale, grad_query, grad_key, grad_value,
-                torch.are_deterministic_algorithms_enabled(),
+                deterministic, mask, dropout_p, dropout_seed,
             )  # fmt: skip
             return grad_query, grad_key if needs_key else None, grad_value if needs_value else None, None
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
-    mask = _mask_as_rank_4(attn_mask)
     grad_mask = _kernels().backward(
         grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
         grad_key, grad_value, needs_mask, allow_tf32,

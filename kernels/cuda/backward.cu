@@ -26,6 +26,13 @@
 // PERSISTENT: a block for each multiprocessor, which takes one tile of keys after the other from a counter. The next
 // tile's loads run beside the last steps and the epilogue, and gradients leave by a warp of their own meanwhile.
 //
+// MASKED: there is a bool mask. A block visits the query tiles of a list (backward_mask.cuh); which of the scores of a
+// mixed one count comes as bits beside its queries.
+//
+// DROPOUT: a word of each thread says which of its scores stay (dropout.cuh). P^T without the others goes into
+// grad_value, dP^T without them into dS^T, both without the scale of what stays, which the sums are multiplied by at
+// last.
+//
 // FIRST_STORES: nobody writes zeros to the sums; the block of a head's first keys, which every query tile meets, stores
 // its share, and the others add to a tile once it has. They too take their numbers from a counter.
 //
@@ -36,13 +43,14 @@
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
 // tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES (2), KEYS_IN_REGISTERS, TURNS, DELTA_FIRST, PERSISTENT, FIRST_STORES,
-// IS_CAUSAL, IS_BF16, DETERMINISTIC.
+// IS_CAUSAL, MASKED, DROPOUT, IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 // Who takes tiles from a counter and stores pieces of unequal width has more to remember; the sums of fewer than 128
-// columns leave registers for it.
-constexpr bool MORE_FOR_PRODUCERS = PERSISTENT && HEAD_DIM % PIECE_COLUMNS != 0;
+// columns leave registers for it. So has who walks lists by number or turn; the consumers then know of no diagonal.
+constexpr bool MORE_FOR_PRODUCERS =
+    (PERSISTENT && (HEAD_DIM % PIECE_COLUMNS != 0 || MASKED)) || (DETERMINISTIC && MASKED);
 constexpr int PRODUCER_REGISTERS = MORE_FOR_PRODUCERS ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = MORE_FOR_PRODUCERS ? 232 : 240;
 static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
@@ -60,9 +68,18 @@ static_assert(!PERSISTENT || V_BYTES <= DS_STAGES * DS_BYTES);
 // Named barriers: of all consumers; of the turns, one for each warpgroup; and of each warpgroup alone.
 constexpr int ALL_CONSUMERS = 1, FIRST_TURN = 2, CLEARED = FIRST_TURN + CONSUMERS;
 
+// Of a query tile's stage.
+#if MASKED
+constexpr int STAGE_MASK_BYTES = MASK_BYTES;
+#else
+constexpr int STAGE_MASK_BYTES = 0;
+#endif
+
+static_assert(Q_STAGES <= 4, "four words say of each stage what it holds");
+
 // Byte addresses in shared memory.
 struct Shared {
-  uint32_t key, value, query, grad_out, grad_scores, staging, statistics, ticket, barriers;
+  uint32_t key, value, query, grad_out, grad_scores, staging, statistics, mask_bits, kept, ticket, barriers;
   __device__ explicit Shared(uint32_t base)
       : key(base),
         value(key + K_BYTES),
@@ -71,8 +88,13 @@ struct Shared {
         grad_scores(grad_out + DO_STAGES * DO_BYTES),
         staging(grad_scores + DS_STAGES * DS_BYTES),
         statistics(staging + STAGING_BYTES),
-        ticket(statistics + Q_STAGES * STATISTICS_BYTES),
-        barriers(ticket + 16) {}
+        mask_bits(statistics + Q_STAGES * STATISTICS_BYTES),
+        kept(mask_bits + Q_STAGES * STAGE_MASK_BYTES),
+        ticket(kept + (DROPOUT ? 128 * CONSUMERS * 4 : 0)),
+        barriers(ticket + 16 + (MASKED + DROPOUT) * 16) {}
+  // Of a query tile: whether it is mixed, and its head, counted over the batch.
+  __device__ uint32_t mixed(int stage) const { return ticket + 16 + 4 * stage; }
+  __device__ uint32_t head(int stage) const { return ticket + 16 + MASKED * 16 + 4 * stage; }
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
   __device__ uint32_t k_full() const { return barrier(0); }
   __device__ uint32_t v_full() const { return barrier(1); }
@@ -144,12 +166,18 @@ __device__ __forceinline__ void give_work(const BackwardParams& params, const Sh
 __device__ __forceinline__ void load_queries(const TensorMap& query_map, const TensorMap& grad_out_map,
                                              const Work& work, const BackwardParams& params, const Shared& shared,
                                              uint32_t& loaded) {
-  for_each_tile(work, params, [&](int head, int tile, int number) {
+  for_each_tile(work, params, [&](int head, int tile, int number, [[maybe_unused]] int entry) {
     const auto q = Ring<Q_STAGES>::at(loaded);
     barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
+#if MASKED
+    load_mask(work, head, entry, q.stage, params, shared);
+#endif
+#if DROPOUT
+    write_word(shared.head(q.stage), work.batch * params.num_heads + head);
+#endif
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
                                  head, work.batch);
-    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (2 * BLOCK_M),
+    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (STATISTICS * BLOCK_M),
                                  shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
     const auto d = Ring<DO_STAGES>::at(loaded);
     barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
@@ -177,7 +205,7 @@ __device__ __forceinline__ void exchange_keys(const TensorMap& key_map, const Te
     barrier_arrive(shared.grads_sent());
   };
   for_each_work(number, params, shared, [&](const Work& work) {
-    if (work.tiles(params) > 0) {
+    if (MASKED ? count_tiles(work, params) > 0 : work.tiles(params) > 0) {
       barrier_wait(shared.kv_empty(), kv_phase);
       kv_phase ^= 1;
       const int row = work.k_tile * BLOCK_N;
@@ -198,9 +226,14 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
   const bool is_first = FIRST_STORES && work.k_tile == 0;
   const auto semaphore = [&](int number) { return params.semaphores + (int64_t)number * CONSUMERS + warpgroup; };
   int before = -1;
-  for_each_tile(work, params, [&](int, int, int number) {
+  for_each_tile(work, params, [&](int, int, int number, [[maybe_unused]] int entry) {
     if (DETERMINISTIC) {
-      semaphore_hand_on(before < 0 ? nullptr : semaphore(before), semaphore(number), work.k_tile);
+#if MASKED
+      const int earlier = entry_rank(entry);
+#else
+      const int earlier = work.k_tile;
+#endif
+      semaphore_hand_on(before < 0 ? nullptr : semaphore(before), semaphore(number), earlier);
       before = number;
     } else if (FIRST_STORES && !is_first) {
       semaphore_wait(semaphore(number), 1);
@@ -248,14 +281,18 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
                                         const Work& work, const BackwardParams& params, const Shared& shared,
                                         int warpgroup, Progress& progress) {
   const float scale_log2 = params.softmax_scale_log2;
-  const int lane = threadIdx.x % 32, quad_lane = lane % 4, group = params.num_heads / params.num_kv_heads;
+  const int lane = threadIdx.x % 32, quad_lane = lane % 4;
   const int warp_row = 64 * warpgroup + threadIdx.x % 128 / 32 * 16;  // first of this warp's keys within the tile
   const Piece piece(warpgroup);
   const uint32_t key_columns =
       descriptor(shared.key + piece.first_column / BOX_COLUMNS * BLOCK_N * BOX_ROW_BYTES, BLOCK_N * BOX_ROW_BYTES);
-  const int first_key = work.k_tile * BLOCK_N + 64 * warpgroup;
+#if !MASKED || DROPOUT
   const int thread_key = work.k_tile * BLOCK_N + warp_row + lane / 4;  // and thread_key + 8
+#endif
+#if !MASKED
+  const int first_key = work.k_tile * BLOCK_N + 64 * warpgroup;
   const bool ends = first_key + 64 > work.keys(params);
+#endif
 
   Ring<Q_STAGES>& q = progress.q;
   Ring<DO_STAGES>& d = progress.d;
@@ -325,6 +362,14 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       const uint32_t query = shared.query + q.stage * Q_BYTES + rows;
       const uint32_t grad_out = shared.grad_out + d.stage * DO_BYTES + rows;
       const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + part * STEP_M * 4 + quad_lane * 8;
+#if MASKED
+      const bool mixed = read_word(shared.mixed(q.stage));
+      const uint32_t mask_word =
+          shared.mask_bits + q.stage * MASK_BYTES + (part * 128 * CONSUMERS + threadIdx.x - 128) * 4;
+#endif
+#if DROPOUT
+      const uint2 keys_random = column_keys(read_word(shared.head(q.stage)), thread_key, params);
+#endif
       if (part == 0) {
         barrier_wait(shared.do_full(d.stage), d.phase);
         if (PACKED && first_row == last_row && own_rows < BLOCK_M)
@@ -334,8 +379,18 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       value.multiply(grads, descriptor(grad_out, 0), DELTA_FIRST);
       wgmma_commit();
 
+#if DROPOUT
+      // Through shared memory, since no register is left for it.
+      const uint32_t kept = shared.kept + (threadIdx.x - 128) * 4;
+      write_word(kept, kept_scores(shared.statistics + q.stage * STATISTICS_BYTES + (2 * BLOCK_M + part * STEP_M) * 4,
+                                   keys_random, params.dropout.threshold, quad_lane));
+#endif
+#if MASKED
+      if (mixed) keep_some(scores, read_word(mask_word), -INFINITY_F);
+#else
       if (ends || (IS_CAUSAL && first_row + part * STEP_M < first_key + 63))
         mask_keys(scores, thread_key, first_row + part * STEP_M, work.keys(params));
+#endif
       if (TURNS) named_sync(FIRST_TURN + warpgroup, 128 * CONSUMERS);
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
@@ -346,7 +401,11 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
         scores[i + 3] = exp2_approx(fmaf(scores[i + 3], scale_log2, -logsumexp.y));
       }
       uint32_t probabilities[STEP_M / 4];
+#if DROPOUT
+      pack_some(probabilities, scores, read_word(kept));
+#else
       pack_all(probabilities, scores);
+#endif
       uint32_t all = 0;
 #pragma unroll
       for (int i = 0; i < STEP_M / 4; ++i) all |= probabilities[i];
@@ -359,6 +418,9 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       accumulate_product<HEAD_DIM_V>(grad_value, probabilities, grad_out);
       wgmma_commit();
 
+#if DROPOUT
+      keep_some(grads, read_word(kept), 0.0f);
+#endif
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
         if (!DELTA_FIRST) {
@@ -371,6 +433,10 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
 #pragma unroll
         for (int j = i; j < i + 4; ++j) grads[j] *= scores[j];
       }
+#if MASKED
+      // Not by the probability: dP may be infinite or NaN there.
+      if (mixed) keep_some(grads, read_word(mask_word), 0.0f);
+#endif
       uint32_t grad_scores[STEP_M / 4];
       pack_all(grad_scores, grads);
       if (part == 0) {
@@ -426,7 +492,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     }
   };
 
-  int left = work.tiles(params) * group;
+  int left = count_tiles(work, params);
   if (left > 0) {
     if (TURNS && warpgroup == 1) named_arrive(FIRST_TURN, 128 * CONSUMERS);  // the first turn is the other's
     barrier_wait(shared.k_full(), progress.kv_phase);
@@ -466,11 +532,16 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     stage_columns(columns);
   }
 
+#if DROPOUT
+  const float value_scale = params.dropout.scale;
+#else
+  const float value_scale = 1.0f;
+#endif
   if (PERSISTENT) {
     barrier_wait(shared.grads_sent(), progress.grads_phase);  // where there was no step
     progress.grads_phase ^= 1;
     named_sync(ALL_CONSUMERS, 128 * CONSUMERS);  // all have read dS
-    stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.grad_value(), warp_row);
+    stage_rows<HEAD_DIM_V>(grad_value, value_scale, shared.grad_value(), warp_row);
     if (!GRADS_IN_DS) {
       barrier_wait(shared.sent(warpgroup), sent_phase);
       named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
@@ -483,7 +554,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   }
   // The gradients leave through the places of the keys and values, which all have read.
   named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
-  stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.grad_value(), warp_row);
+  stage_rows<HEAD_DIM_V>(grad_value, value_scale, shared.grad_value(), warp_row);
   stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.grad_key(), warp_row);
   store_fence();
   named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
@@ -526,7 +597,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     barrier_init(shared.v_full(), 1);
     // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.
     for (int stage = 0; stage < Q_STAGES; ++stage) {
-      barrier_init(shared.q_full(stage), 2);
+      barrier_init(shared.q_full(stage), 2 + MASKED);
       barrier_init(shared.q_empty(stage), 4 * CONSUMERS);
     }
     for (int stage = 0; stage < DO_STAGES; ++stage) {

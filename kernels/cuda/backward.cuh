@@ -2,9 +2,20 @@
 // steps, and the small kernels that run before and after (backward.cu describes them all).
 #pragma once
 #include "barrier.cuh"
+#include "dropout.cuh"
 #include "softmax.cuh"
 #include "wgmma.cuh"
 #include "wgmma_instructions.cuh"
+
+// Where the lists of a bool mask lie (backward_mask.cuh): of each plane of the mask and tile of keys, which query tiles
+// to visit, and the bits of mixed ones.
+struct QueryMask {
+  const uint32_t* bits;
+  const int* lists;
+  int plane_stride_batch, plane_stride_head;  // in planes, 0 where the mask is broadcast
+  int q_tiles;                                // that have bits of their own: all, or one for all
+  int unused;
+};
 
 // Mirrored by backward.py.
 struct BackwardParams {
@@ -12,7 +23,7 @@ struct BackwardParams {
   const void* grad_out;    // the same shape
   const float* logsumexp;  // [batch, num_heads, logsumexp_pitch], natural logarithm
   void* grad_query;        // [batch, num_heads, seqlen_q, head_dim], last stride 1
-  float* statistics;       // [batch * num_heads * q_tiles, 2, BLOCK_M]: logsumexp in base 2, -delta
+  float* statistics;       // [batch * num_heads * q_tiles, STATISTICS, BLOCK_M]
   float* sums;             // [batch * num_heads * q_tiles, BLOCK_M * HEAD_DIM], in the order of `Piece`
   int* semaphores;         // IN_ORDER: [batch * num_heads * q_tiles, CONSUMERS], who has added so far
   int* counters;           // IN_ORDER or PERSISTENT: tiles of keys begun, blocks done; both zero between launches
@@ -22,6 +33,10 @@ struct BackwardParams {
   int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, logsumexp_pitch;
   int q_tiles, k_tiles, heads_per_group;
   float softmax_scale, softmax_scale_log2;
+  QueryMask mask;         // MASKED
+  DropoutParams dropout;  // DROPOUT; softmax_scale, by which gradients are multiplied at last, has its scale in it
+  float kept;             // 1 - dropout_p
+  int unused;
   // Of packed sequences (PACKED), one batch: the list of query tiles (q_slots) and then of tiles of keys (k_tiles), two
   // int4 for each (varlen_schedule.py); q_tiles is how many query tiles of a head the workspace has room for.
   const int4* entries;
@@ -39,6 +54,14 @@ constexpr int PREPARE_THREADS = 256;
 // A consumer does a query tile in parts, which bounds its registers.
 constexpr int PARTS = BLOCK_M / STEP_M;
 static_assert(BLOCK_M % STEP_M == 0 && STEP_M % 16 == 0);
+#if MASKED
+#include "backward_mask.cuh"
+static_assert(!FIRST_STORES, "the first keys do not meet every query tile");
+#endif
+#if DROPOUT
+static_assert(!DELTA_FIRST, "dP is dropped before delta is subtracted");
+static_assert(STEP_M == 64, "a word says which of a thread's scores stay");
+#endif
 
 constexpr int BOXES = ceil_div(HEAD_DIM, BOX_COLUMNS);
 constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
@@ -46,7 +69,9 @@ constexpr int DO_BYTES = BLOCK_M * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 constexpr int DS_BYTES = BLOCK_M * BLOCK_N * 2;
-constexpr int STATISTICS_BYTES = 2 * BLOCK_M * 4;
+// Logsumexp in base 2 and -delta of each query, and with DROPOUT its random key.
+constexpr int STATISTICS = 2 + DROPOUT;
+constexpr int STATISTICS_BYTES = STATISTICS * BLOCK_M * 4;
 
 // How the warpgroups share a tile of grad_query: 64 rows each where there are so many, else whole boxes of columns.
 constexpr bool SPLIT_ROWS = BLOCK_M == 64 * CONSUMERS;
@@ -120,11 +145,12 @@ __device__ __forceinline__ QueryTile query_tile_at(int block, const BackwardPara
 }
 
 // Causal: the first keys, which most queries see, come first, of a group of heads whose queries stay in L2 together.
+// Masked: the same, since masks of models are causal more often than not.
 // Deterministic: the same, since blocks of one head wait for one another: so those that begin together are of many.
 __device__ __forceinline__ Work work_at(int index, const BackwardParams& params) {
   int head;
   Work work;
-  if (IS_CAUSAL || DETERMINISTIC || PACKED) {
+  if (IS_CAUSAL || DETERMINISTIC || MASKED || PACKED) {
     const int group_tiles = params.heads_per_group * params.k_tiles;
     const int first = index / group_tiles * params.heads_per_group, within = index % group_tiles;
     const int heads = min(params.heads_per_group, params.batch * params.num_kv_heads - first);
@@ -165,18 +191,105 @@ __device__ __forceinline__ int block_number(uint32_t ticket, const BackwardParam
   return uniform(read_word(ticket));
 }
 
-// Calls `visit(query head, query tile, the tile's number in the workspace)` for all that a block works on, in order.
+#if MASKED
+// Of one query head and the block's keys: which list of the mask, and the list.
+__device__ __forceinline__ int list_number(const Work& work, int head, const BackwardParams& params) {
+  const int plane = work.batch * params.mask.plane_stride_batch + head * params.mask.plane_stride_head;
+  return plane * params.k_tiles + work.k_tile;
+}
+__device__ __forceinline__ const int* query_list(const Work& work, int head, const BackwardParams& params) {
+  return params.mask.lists + (int64_t)list_number(work, head, params) * (2 + params.q_tiles);
+}
+#endif
+
+// Calls `visit(query head, query tile, the tile's number in the workspace, its entry in a mask's list or 0)` for all
+// that a block works on, in order.
 template <class Visit>
 __device__ __forceinline__ void for_each_tile(const Work& work, const BackwardParams& params, const Visit& visit) {
   const int group = params.num_heads / params.num_kv_heads;
 #pragma unroll 1
   for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
     const int first = (work.batch * params.num_heads + head) * params.q_tiles + work.first_tile();
+#if MASKED
+    const int* list = query_list(work, head, params) + 1;
+#pragma unroll 1
+    for (int entry; (entry = *list) != LIST_END; ++list)
+      visit(head, entry_tile(entry), first + entry_tile(entry), entry);
+#else
 #pragma unroll 1
     for (int number = first + work.q_tiles(params) - 1; number >= first + work.first_q_tile; --number)
-      visit(head, number - first, number);
+      visit(head, number - first, number, 0);
+#endif
   }
 }
+
+// How many tiles a block works on, those of all query heads of the group together.
+__device__ __forceinline__ int count_tiles(const Work& work, const BackwardParams& params) {
+  const int group = params.num_heads / params.num_kv_heads;
+#if MASKED
+  int count = 0;
+#pragma unroll 1
+  for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head)
+    count += *query_list(work, head, params);
+  return count;
+#else
+  return work.tiles(params) * group;
+#endif
+}
+
+#if MASKED
+// The loading thread: whether a query tile is mixed, and its bits if it is, on their way to the consumers beside the
+// queries of the same stage, before which it must be called.
+template <class Shared>
+__device__ __forceinline__ void load_mask(const Work& work, int head, int entry, int stage,
+                                          const BackwardParams& params, const Shared& shared) {
+  write_word(shared.mixed(stage), entry_mixed(entry));
+  if (entry_mixed(entry)) {
+    const int tile = params.mask.q_tiles == 1 ? 0 : entry_tile(entry);
+    const int64_t number = (int64_t)list_number(work, head, params) * params.mask.q_tiles + tile;
+    load_bytes<MASK_BYTES>(params.mask.bits + number * MASK_WORDS, shared.mask_bits + stage * MASK_BYTES,
+                           shared.q_full(stage));
+  } else {
+    barrier_arrive(shared.q_full(stage));
+  }
+}
+#endif
+
+// Two statistics of neighbouring queries.
+__device__ __forceinline__ float2 read_pair(uint32_t address) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address));
+  return pair;
+}
+
+#if DROPOUT
+// The random keys of this thread's two keys, `key` and `key` + 8, for a query head counted over the batch.
+__device__ __forceinline__ uint2 column_keys(int head, int key, const BackwardParams& params) {
+  const uint32_t* keys = dropout_columns(params.dropout, head, params.seqlen_q, params.seqlen_k) + key;
+  return make_uint2(__ldg(keys), __ldg(keys + 8));
+}
+
+// A bit for each of this thread's scores of a part: those that stay. `rows`: where the random keys of the part's
+// queries begin in shared memory.
+__device__ __forceinline__ uint32_t kept_scores(uint32_t rows, const uint2& of_keys, uint32_t threshold,
+                                                int quad_lane) {
+  const uint32_t columns[2] = {of_keys.x, of_keys.y};
+  uint32_t kept = 0;
+#pragma unroll
+  for (int pair = 0; pair < STEP_M / 16; ++pair) {
+    // Queries 16 pair + 2 quad_lane + e, whose scores are those of group 2 pair, and 8 further on, of the next one.
+    const float2 of_queries = read_pair(rows + (16 * pair + 2 * quad_lane) * 4);
+    const uint32_t row_keys[2] = {__float_as_uint(of_queries.x), __float_as_uint(of_queries.y)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t bits = dropout_bits(row_keys[i % 2], columns[i / 2]);
+      if (keeps_first(bits, threshold)) kept |= 1u << (8 * pair + i);
+      if (keeps_second(bits, threshold)) kept |= 1u << (8 * pair + 4 + i);
+    }
+  }
+  return kept;
+}
+#endif
 
 // The loading warp. Shared: where the kernel keeps its tiles and barriers.
 template <class Shared>
@@ -186,15 +299,21 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
   Ring<Q_STAGES> q;
   Ring<DO_STAGES> d;
   bool first = true;
-  for_each_tile(work, params, [&](int head, int tile, int number) {
+  for_each_tile(work, params, [&](int head, int tile, int number, [[maybe_unused]] int entry) {
     // In the order in which the consumers need them.
     if (first)
       load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key, shared.k_full(), work.key_row() + work.k_tile * BLOCK_N,
                                    work.kv_head, work.batch);
     barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
+#if MASKED
+    load_mask(work, head, entry, q.stage, params, shared);
+#endif
+#if DROPOUT
+    write_word(shared.head(q.stage), work.batch * params.num_heads + head);
+#endif
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
                                  work.query_row() + tile * BLOCK_M, head, work.batch);
-    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (2 * BLOCK_M),
+    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (STATISTICS * BLOCK_M),
                                  shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
     q.advance();
     if (first)
@@ -260,12 +379,16 @@ __device__ __forceinline__ void pack_all(uint32_t (&packed)[STEP_M / 4], const f
 #pragma unroll
   for (int i = 0; i < STEP_M / 4; ++i) packed[i] = pack(x[2 * i], x[2 * i + 1]);
 }
-
-// Two statistics of neighbouring queries.
-__device__ __forceinline__ float2 read_pair(uint32_t address) {
-  float2 pair;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address));
-  return pair;
+// Of those whose bit in `kept` is set, 0 in the place of the others.
+__device__ __forceinline__ void pack_some(uint32_t (&packed)[STEP_M / 4], const float (&x)[STEP_M / 2], uint32_t kept) {
+#pragma unroll
+  for (int i = 0; i < STEP_M / 4; ++i)
+    packed[i] = pack(kept & 1u << 2 * i ? x[2 * i] : 0.0f, kept & 2u << 2 * i ? x[2 * i + 1] : 0.0f);
+}
+// Leaves those whose bit in `kept` is set; the others become `other`, whatever they are.
+__device__ __forceinline__ void keep_some(float (&x)[STEP_M / 2], uint32_t kept, float other) {
+#pragma unroll
+  for (int i = 0; i < STEP_M / 2; ++i) x[i] = kept & 1u << i ? x[i] : other;
 }
 
 // Hides keys from queries: of this thread's two keys, the first sees columns from `first_0` on, the second `first_1`.
@@ -340,6 +463,13 @@ struct Flag {
   static constexpr bool value = VALUE;
 };
 
+#if DROPOUT
+extern "C" __global__ void
+    __launch_bounds__(DROPOUT_PITCH) flash_dropout_keys(const __grid_constant__ DropoutKeysParams params) {
+  write_dropout_keys(params);
+}
+#endif
+
 // One block for each query tile of each head. Eight lanes share a row.
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_prepare(
     const __grid_constant__ BackwardParams params) {
@@ -353,7 +483,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
                                              origin * params.grad_out_stride_row);
   const float* logsumexp =
       params.logsumexp + ((int64_t)batch * params.num_heads + head) * params.logsumexp_pitch + origin;
-  float* statistics = params.statistics + number * (2 * BLOCK_M);
+  float* statistics = params.statistics + number * (STATISTICS * BLOCK_M);
   const int lane = threadIdx.x % 8;
 #pragma unroll
   for (int row = threadIdx.x / 8; row < BLOCK_M; row += PREPARE_THREADS / 8) {
@@ -369,9 +499,21 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
     delta += __shfl_xor_sync(0xFFFFFFFF, delta, 4);
     delta = quad_sum(delta);
     if (lane == 0) {
-      // Rows past the end have probability zero everywhere.
-      statistics[row] = this_row < seqlen_q ? logsumexp[this_row] * 1.4426950408889634f : INFINITY_F;
+      // Rows past the end, and those that see no key, have probability zero everywhere.
+      float high = this_row < seqlen_q ? logsumexp[this_row] * 1.4426950408889634f : INFINITY_F;
+      if (MASKED && high == -INFINITY_F) high = INFINITY_F;
+      statistics[row] = high;
+#if DROPOUT
+      // Of dP without the scale of what stays, by which dS is multiplied at last.
+      delta *= params.kept;
+#endif
       statistics[BLOCK_M + row] = -delta;
+#if DROPOUT
+      // The table has as many rows as all tiles together.
+      const uint32_t* keys =
+          dropout_rows(params.dropout, blockIdx.x / params.q_tiles, params.seqlen_q, params.seqlen_k);
+      statistics[2 * BLOCK_M + row] = __uint_as_float(keys[this_row]);
+#endif
     }
   }
   if (!FIRST_STORES) {

@@ -10,6 +10,7 @@ patch pointers in. Three kernels in one binary: they prepare, compute, and finis
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 import os
 from pathlib import Path
@@ -19,12 +20,13 @@ import torch
 
 from ... import driver, nvrtc
 from .. import KernelUnavailable, launch_counts
-from . import forward, tiles
+from . import dropout, forward, masks, tiles
 from .tiles import BackwardTile
 
 FOLDER = Path(__file__).parent
 PREPARE, MAIN, FINISH = ENTRIES = ("flash_backward_prepare", "flash_backward", "flash_backward_finish")
 MAX_HEAD_DIM = 256
+MAX_EXTRAS_HEAD_DIM = 128  # with a mask or dropout
 # wgmma cuts off what it adds up instead of rounding it; Triton's kernels add up longer sums in parts.
 MAX_SUM_ROWS = forward.MAX_SEQLEN_K
 
@@ -36,6 +38,19 @@ _PREPARE_THREADS = 256
 # Queries, their gradients and their float32 sums of the heads in work at one time should fit the L2 cache (50 MB).
 _L2_BYTES = 32 << 20
 _MAX_BLOCKS = 2**31 - 1
+
+
+class QueryMask(ctypes.Structure):
+    """Repeated by ``struct QueryMask`` in ``backward.cuh``."""
+
+    _fields_ = [
+        ("bits", ctypes.c_void_p),
+        ("lists", ctypes.c_void_p),
+        ("plane_stride_batch", ctypes.c_int32),  # in planes of the mask, 0 where it is broadcast
+        ("plane_stride_head", ctypes.c_int32),
+        ("q_tiles", ctypes.c_int32),  # that have bits of their own
+        ("unused", ctypes.c_int32),
+    ]
 
 
 class BackwardParams(ctypes.Structure):
@@ -71,8 +86,12 @@ class BackwardParams(ctypes.Structure):
         ("q_tiles", ctypes.c_int32),  # query tiles of a head
         ("k_tiles", ctypes.c_int32),
         ("heads_per_group", ctypes.c_int32),  # key heads, counted over the batch, whose queries share L2
-        ("softmax_scale", ctypes.c_float),
+        ("softmax_scale", ctypes.c_float),  # what the gradients of query and key are multiplied by at last
         ("softmax_scale_log2", ctypes.c_float),
+        ("mask", QueryMask),  # zeros without a mask
+        ("dropout", dropout.DropoutParams),  # zeros without dropout
+        ("kept", ctypes.c_float),  # 1 - dropout_p
+        ("unused", ctypes.c_int32),
         # Of packed sequences alone (``varlen.py``).
         ("entries", ctypes.c_void_p),  # int32 [q_slots + k_tiles, 8], the tiles of queries and of keys
         ("grad_key", ctypes.c_void_p),
@@ -88,7 +107,8 @@ class BackwardParams(ctypes.Structure):
 class Specialisation(NamedTuple):
     """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
 
-    is_packed: sequences follow each other in one tensor (``varlen.py``).
+    is_masked: there is a bool mask. The binary then holds the kernels that read it too, and with has_dropout the one
+    that writes random keys. is_packed: sequences follow each other in one tensor (``varlen.py``).
     """
 
     head_dim: int
@@ -97,6 +117,8 @@ class Specialisation(NamedTuple):
     is_bf16: bool
     deterministic: bool
     tile: BackwardTile
+    is_masked: bool = False
+    has_dropout: bool = False
     is_packed: bool = False
 
     @property
@@ -118,6 +140,8 @@ class Specialisation(NamedTuple):
             "PERSISTENT": int(tile.persistent),
             "FIRST_STORES": int(tile.first_stores),
             "IS_CAUSAL": int(self.is_causal),
+            "MASKED": int(self.is_masked),
+            "DROPOUT": int(self.has_dropout),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),
             "PACKED": int(self.is_packed),
@@ -129,6 +153,10 @@ class Specialisation(NamedTuple):
         tile, padded, padded_v = self.tile, _round_up(self.head_dim, 64), _round_up(self.head_dim_v, 64)
         keys = tile.block_n * (padded + padded_v) * 2
         queries = tile.block_m * (tile.q_stages * (padded * 2 + 8) + tile.do_stages * padded_v * 2)
+        if self.is_masked:
+            queries += tile.q_stages * tile.block_m * tile.block_n // 8
+        if self.has_dropout:
+            queries += tile.q_stages * tile.block_m * 4 + tile.block_n * 8
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
         # P on its way to the other warpgroup, or the query's gradient on its way to global memory; both are float32.
         handed = tile.block_m * (tile.block_n if self.is_wide else self.head_dim) * 4
@@ -174,7 +202,7 @@ class Specialisation(NamedTuple):
     @property
     def entries(self) -> tuple[str, ...]:
         """The kernels in the binary."""
-        return ENTRIES
+        return (*masks.BIT_ENTRIES * self.is_masked, *(dropout.ENTRY,) * self.has_dropout, *ENTRIES)
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
@@ -185,17 +213,29 @@ class Specialisation(NamedTuple):
 
 
 def specialise(
-    head_dim: int, head_dim_v: int, dtype: torch.dtype, is_causal: bool, deterministic: bool, query_rows: int
+    head_dim: int,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    is_causal: bool,
+    deterministic: bool,
+    query_rows: int,
+    is_masked: bool = False,
+    has_dropout: bool = False,
 ) -> Specialisation:
     """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256.
 
-    query_rows: how many queries a key head has, those of all its query heads together.
+    query_rows: how many queries a key head has, those of all its query heads together. is_masked: with a bool mask,
+    has_dropout: with dropout, both for head dimensions up to 128.
     """
     padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
     if padded_v > 64:
         padded = max(padded, 80)  # of wide tiles each warpgroup computes a box of the query's gradient; there are two
-    tile = tiles.choose_backward(padded, padded_v, is_causal, query_rows, deterministic)
-    return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, deterministic, tile)
+    tile = tiles.choose_backward(padded, padded_v, is_causal or is_masked, query_rows, deterministic)
+    if has_dropout:
+        # dP is dropped before delta is subtracted; persistent blocks have no registers for what stays.
+        tile = dataclasses.replace(tile, delta_first=False, persistent=False)
+    is_bf16 = dtype == torch.bfloat16
+    return Specialisation(padded, padded_v, is_causal, is_bf16, deterministic, tile, is_masked, has_dropout)
 
 
 def _round_up(number: int, step: int) -> int:
@@ -207,13 +247,27 @@ def sums_fit(query: torch.Tensor, key: torch.Tensor) -> bool:
     return query.size(2) * (query.size(1) // key.size(1)) <= MAX_SUM_ROWS
 
 
-def _refusal(query, key, value, out, logsumexp, grad_out, softmax_scale: float) -> str:
+def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> bool:
+    """Is there a kernel for the call's mask and dropout, if it has any?"""
+    if mask is None and dropout_p == 0.0:
+        return True
+    # Mask, dropout and the order of blocks together are more than the registers of head_dim 128 hold.
+    all_three = mask is not None and dropout_p > 0.0 and deterministic
+    return max(query.size(3), value.size(3)) <= MAX_EXTRAS_HEAD_DIM and not all_three
+
+
+def _refusal(
+    query, key, value, out, logsumexp, grad_out, mask, dropout_p: float, is_causal: bool, softmax_scale: float,
+    deterministic: bool,
+) -> str:  # fmt: skip
     """Why the kernels cannot run this call, whatever routing has said: a compiled graph may get other tensors."""
-    refusal = forward._refusal(query, key, value, None, False, softmax_scale)
+    refusal = forward._refusal(query, key, value, mask, is_causal, softmax_scale)
     if refusal:
         return refusal
     if query.size(3) > MAX_HEAD_DIM or value.size(3) > MAX_HEAD_DIM:
         return f"the Hopper backward has no head_dim {query.size(3)} with value head_dim {value.size(3)}"
+    if not extras_fit(query, value, mask, dropout_p, deterministic):
+        return f"the Hopper backward takes masks and dropout up to a head_dim of {MAX_EXTRAS_HEAD_DIM}, not all at once"
     if not suits(query, key, value, out, grad_out):
         return "the copy engine cannot walk tensors with such strides"
     if logsumexp.dtype != torch.float32 or not logsumexp.is_contiguous():
@@ -250,9 +304,11 @@ class Plan:
     __slots__ = (
         "_configs",
         "_device_index",
+        "_dropout",
         "_frames",
         "_functions",
         "_maps",
+        "_mask",
         "_params",
         "_semaphores_at",
         "_statistics_in_gradient",
@@ -264,15 +320,21 @@ class Plan:
     def __init__(
         self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value,
         is_causal: bool, softmax_scale: float, deterministic: bool, tile: BackwardTile | None = None,
+        mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     ) -> None:  # fmt: skip
-        refusal = _refusal(query, key, value, out, logsumexp, grad_out, softmax_scale)
+        refusal = _refusal(
+            query, key, value, out, logsumexp, grad_out, mask, dropout_p, is_causal, softmax_scale, deterministic
+        )
         if refusal:
             raise KernelUnavailable(refusal)
         batch, heads, seqlen_q, head_dim = query.shape
         kv_heads, seqlen_k, head_dim_v = value.shape[1:]
         index = self._device_index = query.device.index
         query_rows = seqlen_q * (heads // kv_heads)
-        spec = specialise(head_dim, head_dim_v, query.dtype, is_causal, deterministic, query_rows)
+        is_masked, has_dropout = mask is not None, dropout_p > 0.0
+        spec = specialise(
+            head_dim, head_dim_v, query.dtype, is_causal, deterministic, query_rows, is_masked, has_dropout
+        )
         if tile is not None:
             spec = spec._replace(tile=tile)
         self.specialisation = spec
@@ -283,7 +345,7 @@ class Plan:
             raise KernelUnavailable(f"{max(all_q_tiles, blocks)} tiles are more than 32 bits count")
         # One allocation: statistics, sums, semaphores, each at a multiple of 16 bytes. The query's gradient, which the
         # last kernel writes when nobody needs the statistics any more, holds them where it is large enough.
-        statistics = all_q_tiles * 2 * tile.block_m
+        statistics = all_q_tiles * (2 + has_dropout) * tile.block_m
         self._statistics_in_gradient = grad_query is not None and 4 * statistics <= _dense_bytes(grad_query)
         self._sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 4)
         self._semaphores_at = self._sums_at + all_q_tiles * tile.block_m * spec.head_dim
@@ -294,6 +356,14 @@ class Plan:
                 ctypes.c_void_p(driver.load_function(binary, entry, index, spec.shared_bytes if entry == MAIN else 0))
                 for entry in ENTRIES
             ]
+            scores_shape = batch, heads, seqlen_q, seqlen_k
+            self._mask = self._dropout = None
+            if mask is not None:
+                makers = [ctypes.c_void_p(driver.load_function(binary, entry, index, 0)) for entry in masks.BIT_ENTRIES]
+                self._mask = masks.QueryLists(makers, mask, scores_shape, tile)
+            if has_dropout:
+                maker = ctypes.c_void_p(driver.load_function(binary, dropout.ENTRY, index, 0))
+                self._dropout = dropout.Keys(maker, batch * heads, seqlen_q, seqlen_k, query.device)
             rows = (tile.block_m, tile.block_n, tile.block_n, tile.block_m, tile.block_n, tile.block_n)
             self._maps = [
                 driver.TensorMaps(t.dtype, t.shape, t.stride(), n, t.data_ptr(), index)
@@ -313,6 +383,7 @@ class Plan:
         if deterministic and is_causal:
             # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
             heads_per_group = max(heads_per_group, math.ceil(num_sms / 3))
+        of_dropout = dropout.params_of(dropout_p) if has_dropout else dropout.DropoutParams()
         self._params = BackwardParams(
             **strides,
             batch=batch,
@@ -326,8 +397,11 @@ class Plan:
             q_tiles=q_tiles,
             k_tiles=k_tiles,
             heads_per_group=min(heads_per_group, batch * kv_heads),
-            softmax_scale=softmax_scale,
+            softmax_scale=softmax_scale * of_dropout.scale if has_dropout else softmax_scale,
             softmax_scale_log2=softmax_scale * _LOG2E,
+            mask=QueryMask() if self._mask is None else QueryMask(**self._mask.numbers),
+            dropout=of_dropout,
+            kept=1.0 - dropout_p,
         )
         grid = min(blocks, num_sms) if tile.persistent else blocks
         self._configs = [
@@ -337,12 +411,14 @@ class Plan:
         ]
         self._frames: list[_Frame] = []
 
-    def __call__(self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value) -> None:
+    def __call__(
+        self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask=None, seed=None
+    ) -> None:
         """Launch on the current stream of the tensors' device."""
         index = self._device_index
         if driver.current_device() != index:
             with torch.cuda.device(index):
-                return self(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value)
+                return self(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed)
         workspace = torch.empty(self._workspace_floats, dtype=torch.float32, device=query.device)
         # These stay referenced until the driver has copied them.
         maps = [
@@ -367,6 +443,12 @@ class Plan:
         stream = driver.current_stream(index)
         if self.specialisation.in_order or self.specialisation.tile.persistent:
             params.counters = driver.counters(index, stream)
+        if self._mask is not None:
+            lists = self._mask.make(mask, index, stream)
+            params.mask.bits, params.mask.lists = lists.bits, lists.lists
+        if self._dropout is not None:
+            table = self._dropout.make(seed, index, stream)
+            params.dropout.keys = table.data_ptr()
         count = 2 if grad_query is None else 3
         launches = zip(ENTRIES, self._functions, frame.configs, (frame.single, frame.main, frame.single), strict=True)
         for entry, function, config, arguments in list(launches)[:count]:
@@ -415,24 +497,29 @@ _plans: dict[tuple, Plan | KernelUnavailable] = {}
 
 def backward(
     grad_out, query, key, value, out, logsumexp, is_causal, softmax_scale, grad_query, grad_key, grad_value,
-    deterministic,
+    deterministic, mask=None, dropout_p=0.0, dropout_seed=None,
 ) -> None:  # fmt: skip
     """Fill grad_query (unless None), grad_key and grad_value, of their tensors' shapes, the last dimension dense.
 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], out and grad_out
     [B, H, seqlen_q, Dv], ``aligned`` and ``walkable``; float16 or bfloat16, all sizes positive, D and Dv multiples of 8
     up to 256, softmax_scale finite and positive. logsumexp float32 [B, H, at least seqlen_q], contiguous, natural
-    logarithm. deterministic: bit by bit the same result for the same call. Raises KernelUnavailable before any launch.
+    logarithm, -inf for a row that sees no key. deterministic: bit by bit the same result for the same call. mask bool
+    [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1] with any strides, not together with is_causal.
+    dropout_seed int64 [1] where dropout_p is positive; out is that of the same dropout. Both
+    where ``extras_fit``. Raises KernelUnavailable before any launch of the three kernels.
     """
     tensors = query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value
     key_of_plan = (
         *((t.shape, t.stride()) if t is not None else None for t in tensors),
-        query.dtype, is_causal, softmax_scale, deterministic, query.get_device(),
+        query.dtype, is_causal, softmax_scale, deterministic, query.get_device(), dropout_p,
     )  # fmt: skip
+    if mask is not None:
+        key_of_plan += mask.shape, mask.stride(), mask.dtype, mask.data_ptr() & 15
     found = _plans.get(key_of_plan)
     if found is None:
         try:
-            found = Plan(*tensors, is_causal, softmax_scale, deterministic)
+            found = Plan(*tensors, is_causal, softmax_scale, deterministic, mask=mask, dropout_p=dropout_p)
         except KernelUnavailable as error:
             found = error
         if len(_plans) >= _MAX_PLANS:
@@ -440,7 +527,7 @@ def backward(
         _plans[key_of_plan] = found
     if isinstance(found, KernelUnavailable):
         raise KernelUnavailable(str(found))
-    found(*tensors)
+    found(*tensors, mask, dropout_seed)
 
 
 if hasattr(os, "register_at_fork"):

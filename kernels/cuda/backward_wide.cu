@@ -245,7 +245,7 @@ __device__ __forceinline__ void add_columns(float* sums, uint32_t grad_scores, u
 __device__ __forceinline__ void consume_queries(const Work& work, const BackwardParams& params, const Shared& shared) {
   Ring<DS_STAGES> s;
   if (work.tiles(params) > 0) barrier_wait(shared.k_full(), 0);
-  for_each_tile(work, params, [&](int, int, int number) {
+  for_each_tile(work, params, [&](int, int, int number, int) {
     float* sums = params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM);
     const uint32_t grad_scores = descriptor(shared.grad_scores + s.stage * DS_BYTES, 0);
     barrier_wait(shared.ds_full(s.stage), s.phase);
