@@ -405,6 +405,7 @@ class _BackwardPlan:
         plane = call.batch * call.heads * self.padded_q
         planes = 2 if low is None else 3
         self.statistics = planes * plane
+        self._delta_shape = call.batch, call.heads, self.padded_q
         # Its type is all that matters of a buffer here; each call brings its own.
         statistics = {"statistics": torch.empty(0, dtype=torch.float32, device=query.device)}
         rows_of_statistics = torch.empty((1, planes, call.batch * call.heads, self.padded_q), device="meta")
@@ -492,14 +493,20 @@ class _BackwardPlan:
         """Room for the row statistics: float32, planes times [B, H, padded_q]."""
         return _torch.empty_float32(query, (self.statistics,), (1,))
 
+    def delta(self, statistics: torch.Tensor) -> torch.Tensor:
+        """The plane of them that holds rowsum(grad_out * out): [B, H, padded_q]."""
+        plane = math.prod(self._delta_shape)
+        return statistics[plane : 2 * plane].view(self._delta_shape)
+
 
 def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
-             grad_key, grad_value, needs_mask, allow_tf32) -> torch.Tensor | None:
+             grad_key, grad_value, needs_mask, allow_tf32, bias_gradient=None) -> torch.Tensor | None:
     """Fill grad_query, grad_key, grad_value (None: not needed; key and value together) and return the mask's gradient.
 
     Arguments as in ``forward``. logsumexp [B, H, seqlen_q or more] or [2, B, H, seqlen_q], float32, contiguous: this
     forward's or PyTorch's (whose efficient kernel pads its rows, and whose masked rows are +inf instead of -inf). The
-    mask's gradient has the mask's shape and dtype and is contiguous.
+    mask's gradient has the mask's shape and dtype and is contiguous. bias_gradient: computes it in the stead of these
+    kernels, from delta [B, H, seqlen_q or more], float32; needs_mask is then False.
     """
     tensors = [query, key, value, out, grad_out]
     if mask is not None:
@@ -522,6 +529,8 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dr
                grad_query)
     if plan.key_value is not None:
         plan.key_value(query, key, value, mask, lists, keys, statistics, grad_out, grad_key, grad_value)
+    if bias_gradient is not None:
+        return bias_gradient(plan.delta(statistics))
     if plan.mask is None:
         return None
     buffer = torch.empty((plan.splits, *mask.shape), dtype=plan.mask_dtype, device=query.device)
