@@ -307,8 +307,8 @@ def plan(grad_out, query, key, value, bias, logsumexp, softmax_scale: float) -> 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], grad_out [B, H, seqlen_q, Dv];
     bias [B or 1, H or 1, seqlen_q, seqlen_k], float32 or query's type. logsumexp float32 [2, B, H, seqlen_q] (value and
     what rounding cut off it) or [B, H, at least seqlen_q], natural logarithm, contiguous. A plan takes these, delta,
-    rowsum(grad_out * out), float32 [B, H, at least seqlen_q], contiguous, and grad_bias to fill, contiguous, of the bias's
-    shape and type; the 16-bit tensors and the bias ``aligned``. Raises KernelUnavailable before any launch.
+    rowsum(grad_out * out), float32 [B, H, at least seqlen_q], contiguous, and grad_bias to fill, contiguous, of the
+    bias's shape and type; the 16-bit tensors and the bias ``aligned``. Raises KernelUnavailable before any launch.
     """
     tensors = grad_out, query, key, value, bias, logsumexp
     key_of_plan = (

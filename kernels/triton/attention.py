@@ -430,10 +430,17 @@ class _BackwardPlan:
             {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
         )
 
+        # A bias with one row: its gradient falls off on the way to those of keys and values.
+        self.key_sums = None
+        if needs_mask and grad_key is not None and mask.size(2) == 1 and mask.size(3) > 1:
+            self.key_sums = call.batch, call.heads, 1, call.seqlen_k
+            self._shared_dims = [dim for dim in range(2) if mask.size(dim) != self.key_sums[dim]]
+
         self.key_value = None
         if grad_key is not None:
             tile = call.tile("backward_key_value")
             pointers = inputs | statistics | {"grad_out": grad_out, "grad_key": grad_key, "grad_value": grad_value}
+            pointers |= {"key_sums_out": None if self.key_sums is None else statistics["statistics"]}
             key_strides = strides | call.strides("dkb dkh dkn dkd", grad_key)
             key_strides |= call.strides("dvb dvh dvn dvd", grad_value)
             bounds = {"BOUND_QUERIES": call.seqlen_q % tile.block_m != 0}
@@ -442,7 +449,7 @@ class _BackwardPlan:
             bounds |= {"MASK_AT_END": call.mask_kind == MASK_BOOL and call.mask_strides[2] == 0 and one_mask}
             # By the number of all rows, with a mask too: how many of them a list names is known on the GPU alone.
             rows = call.seqlen_q * (call.heads // call.kv_heads)
-            bounds |= {"SUM_ROWS": _rows_of_a_sum(rows)}
+            bounds |= {"SUM_ROWS": _rows_of_a_sum(rows), "KEY_SUMS": self.key_sums is not None}
             self.key_value = call.launch(
                 backward_kernels.attention_backward_key_value,
                 math.ceil(call.seqlen_k / tile.block_n) * call.batch * call.kv_heads, tile, pointers, key_strides,
@@ -452,7 +459,7 @@ class _BackwardPlan:
             )
 
         self.mask = None
-        if needs_mask:
+        if needs_mask and self.key_sums is None:
             tile = call.tile("backward_mask")
             mask_batches, mask_heads, mask_q, mask_k = mask.shape
             tiles_q = math.ceil(mask_q / tile.block_m)
@@ -493,6 +500,10 @@ class _BackwardPlan:
         """Room for the row statistics: float32, planes times [B, H, padded_q]."""
         return _torch.empty_float32(query, (self.statistics,), (1,))
 
+    def sum_of_heads(self, key_sums: torch.Tensor) -> torch.Tensor:
+        """A bias's gradient, of its shape, in float32: what all heads of all batches that share it have added."""
+        return key_sums.sum(self._shared_dims, keepdim=True) if self._shared_dims else key_sums
+
     def delta(self, statistics: torch.Tensor) -> torch.Tensor:
         """The plane of them that holds rowsum(grad_out * out): [B, H, padded_q]."""
         plane = math.prod(self._delta_shape)
@@ -527,8 +538,13 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dr
     keys = None if plan.dropout_keys is None else plan.dropout_keys.make(dropout_seed)
     plan.query(query, key, value, mask, lists, keys, out, logsumexp, _low_part(logsumexp), grad_out, statistics,
                grad_query)
+    key_sums = None
+    if plan.key_sums is not None:
+        key_sums = torch.empty(plan.key_sums, dtype=torch.float32, device=query.device)
     if plan.key_value is not None:
-        plan.key_value(query, key, value, mask, lists, keys, statistics, grad_out, grad_key, grad_value)
+        plan.key_value(query, key, value, mask, lists, keys, statistics, grad_out, grad_key, grad_value, key_sums)
+    if key_sums is not None:
+        return plan.sum_of_heads(key_sums).to(mask.dtype)
     if bias_gradient is not None:
         return bias_gradient(plan.delta(statistics))
     if plan.mask is None:
