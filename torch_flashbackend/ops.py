@@ -73,6 +73,14 @@ def _hopper_backward():
     return backward
 
 
+@functools.cache
+def _hopper_bias():
+    """The gradient of an additive bias of the Hopper kernels, likewise."""
+    from .kernels.cuda import bias_gradient
+
+    return bias_gradient
+
+
 def launch_counts() -> dict[str, int]:
     """How often each kernel was launched in this process since ``reset_launch_counts``, compiled graphs included."""
     return {name: count for name, count in counts.items() if count}
@@ -188,9 +196,12 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
             )  # fmt: skip
             return grad_query, grad_key if needs_key else None, grad_value if needs_value else None, None
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
+    bias_gradient = None
+    if needs_mask and not is_causal and dropout_p == 0.0 and query.dtype != torch.float32:
+        bias_gradient = _bias_gradient(grad_out, query, key, value, mask, logsumexp, scale)
     grad_mask = _kernels().backward(
         grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
-        grad_key, grad_value, needs_mask, allow_tf32,
+        grad_key, grad_value, needs_mask and bias_gradient is None, allow_tf32, bias_gradient,
     )  # fmt: skip
     return (
         grad_query,
@@ -198,6 +209,27 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
         grad_value if needs_value else None,
         grad_mask.view(attn_mask.shape) if needs_mask else None,
     )
+
+
+def _bias_gradient(grad_out, query, key, value, mask, logsumexp, scale):
+    """A function from delta (see ``kernels.triton.attention.backward``) to the mask's gradient, by a Hopper kernel.
+
+    None where that has no kernel for the call.
+    """
+    hopper = _hopper_bias()
+    if not hopper.aligned(grad_out, query, key, value, mask):
+        return None
+    try:
+        plan = hopper.plan(grad_out, query, key, value, mask, logsumexp, scale)
+    except KernelUnavailable:
+        return None
+
+    def compute(delta):
+        grad_mask = torch.empty(mask.shape, dtype=mask.dtype, device=mask.device)
+        plan(grad_out, query, key, value, mask, logsumexp, delta, grad_mask)
+        return grad_mask
+
+    return compute
 
 
 def _with_triton_to_fall_back_on(implementation):

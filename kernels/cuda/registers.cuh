@@ -56,13 +56,16 @@ __device__ __forceinline__ float4 read_four(uint32_t address) {
 }
 __device__ __forceinline__ float2 read_two(uint32_t address) {
   float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
   return x;
 }
 __device__ __forceinline__ uint2 read_two_words(uint32_t address) {
   uint2 x;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address));
   return x;
+}
+__device__ __forceinline__ void write_two(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 // Adds to global memory.
 __device__ __forceinline__ void reduce_four(float* address, const float* x) {

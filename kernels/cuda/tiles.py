@@ -194,3 +194,31 @@ def choose_backward(
     if max(head_dim, head_dim_v) <= 64:
         return BackwardTile(128, 128, 64, q_stages=3, keys_in_registers=True, persistent=persistent)
     return BackwardTile(64, 128, 64, q_stages=3, turns=True, delta_first=True, persistent=persistent)
+
+
+@dataclass(frozen=True)
+class BiasTile:
+    """How one specialisation of the bias's gradient cuts its work.
+
+    block_n: keys of a tile of the bias, whole boxes of the copy engine; its queries are 128, 64 for each of two
+    warpgroups. stages: pairs of operands in flight. turns: warpgroups take turns at the exponentials.
+    exponentials_first: these are computed before the wait for dP.
+    """
+
+    block_n: int
+    stages: int
+    turns: bool = False
+    exponentials_first: bool = True
+
+    block_m = 128
+    num_threads = 384
+
+
+def choose_bias(head_dim: int, head_dim_v: int, bias_itemsize: int) -> BiasTile:
+    """The tile of the bias's gradient for a call; head_dim and head_dim_v are multiples of 16, at most 256."""
+    largest = max(head_dim, head_dim_v)
+    if largest > 128:
+        return BiasTile(64, stages=2)
+    if bias_itemsize == 4:
+        return BiasTile(96, stages=3 if largest > 64 else 5)
+    return BiasTile(128, stages=3 if largest > 64 else 6)

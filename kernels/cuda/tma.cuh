@@ -19,6 +19,13 @@ __device__ __forceinline__ void load_box(const TensorMap& map, uint32_t destinat
       : "memory");
 }
 
+// Brings a box from memory into the L2 cache.
+__device__ __forceinline__ void prefetch_box(const TensorMap& map, int column, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column), "r"(row),
+               "r"(head), "r"(batch)
+               : "memory");
+}
+
 // Loads ROWS rows of all columns, box by box: box b lies ROWS * 128 bytes after box b - 1. Counts on `barrier`.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void load_rows(const TensorMap& map, uint32_t destination, uint32_t barrier, int row,
@@ -30,15 +37,24 @@ __device__ __forceinline__ void load_rows(const TensorMap& map, uint32_t destina
     load_box(map, destination + box * ROWS * BOX_ROW_BYTES, barrier, box * BOX_COLUMNS, row, head, batch);
 }
 
+// Stores a box; rows and columns outside the tensor are left out. `store_commit` makes a group of them to wait for.
+__device__ __forceinline__ void store_box(const TensorMap& map, uint32_t source, int column, int row, int head,
+                                          int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+               "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
+               : "memory");
+}
+__device__ __forceinline__ void store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 // Stores ROWS rows of all columns, laid out as by load_rows; rows and columns outside the tensor are left out.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(const TensorMap& map, uint32_t source, int row, int head, int batch) {
 #pragma unroll
   for (int box = 0; box < ceil_div(COLUMNS, BOX_COLUMNS); ++box)
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
-                 "r"(source + box * ROWS * BOX_ROW_BYTES), "r"(box * BOX_COLUMNS), "r"(row), "r"(head), "r"(batch)
-                 : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    store_box(map, source + box * ROWS * BOX_ROW_BYTES, box * BOX_COLUMNS, row, head, batch);
+  store_commit();
 }
 // Plain bytes, without a tensor map: a multiple of 16, at addresses that are. Counts on `barrier`.
 template <int BYTES>
