@@ -1,9 +1,9 @@
 // A float mask [batch, head, query, key] in the tiles of which it is not all zeros: the copy engine brings it to shared
 // memory beside the keys, and each thread reads it in the layout of its scores.
 //
-// In shared memory a tile is a row of boxes of 128 bytes a row, swizzled as all tiles are (tma.cuh). A mask with one row
-// for all queries (BIAS_PER_KEY) is one row in each box, which begins where the swizzle changes nothing.
-// Of 16 bits (of the query's type) or 32 (float32).
+// In shared memory a tile is a row of boxes of 128 bytes a row, swizzled as all tiles are (tma.cuh). A mask with one
+// row for all queries (BIAS_PER_KEY) is one row in each box, which begins where the swizzle changes nothing. Of 16 bits
+// (of the query's type) or 32 (float32).
 #pragma once
 #include "wgmma.cuh"
 
@@ -54,8 +54,8 @@ __device__ __forceinline__ void read_bias(uint32_t tile, int first_row, const Us
 #pragma unroll
       for (int half = 0; half < (BIAS_PER_KEY ? 1 : 2); ++half) {
         const int row = BIAS_PER_KEY ? 0 : first_row + lane / 4 + 8 * half;
-        const float2 x = read_two(tile + group / 4 * BIAS_BOX_BYTES + row * BOX_ROW_BYTES +
-                                  ((chunk ^ row) % 8 << 4) + within);
+        const float2 x =
+            read_two(tile + group / 4 * BIAS_BOX_BYTES + row * BOX_ROW_BYTES + ((chunk ^ row) % 8 << 4) + within);
         const int at = 4 * group + 2 * half;
         use(at, x.x);
         use(at + 1, x.y);

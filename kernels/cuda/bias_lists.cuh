@@ -2,9 +2,9 @@
 // finite number.
 //
 // A tile of that number matters only to a row that has nothing larger: there probabilities are uniform, elsewhere they
-// are exp(lowest - larger) = 0. "Larger" is a bit test, certain of an element whose sign or whose exponent's highest bit
-// is 0: one above -2.
-// (In float16, where the lowest number is -65504, this takes scores to differ by less than 65,000 within a row.)
+// are exp(lowest - larger) = 0. "Larger" is a bit test, certain of an element whose sign or whose exponent's highest
+// bit is 0: one above -2. (In float16, where the lowest number is -65504, this takes scores to differ by less than
+// 65,000 within a row.)
 #pragma once
 #include "registers.cuh"
 
@@ -18,8 +18,8 @@ constexpr uint32_t LOWEST_WORD = BIAS_BYTES == 4 ? 0xFF7FFFFF : IS_BF16 ? 0xFF7F
 __device__ __forceinline__ uint4 load_piece(const uint8_t* address, int count) {
   if (count >= PIECE) return load_eight(address);
   uint32_t words[4];
-  const uint32_t first = BIAS_BYTES == 4 ? __ldg((const uint32_t*)address)
-                                         : (uint32_t)__ldg((const unsigned short*)address) * 0x10001;
+  const uint32_t first =
+      BIAS_BYTES == 4 ? __ldg((const uint32_t*)address) : (uint32_t)__ldg((const unsigned short*)address) * 0x10001;
 #pragma unroll
   for (int i = 0; i < 4; ++i) words[i] = first;
 #pragma unroll

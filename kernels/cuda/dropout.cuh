@@ -38,9 +38,9 @@ __device__ __forceinline__ uint32_t dropout_bits(uint32_t row_key, uint32_t colu
   x ^= x >> 13;
   return x * 0xC2B2AE35;
 }
-// Is the probability of the first query kept, q where q / 8 is even, and that of q + 8? What stands behind the half that
-// decides does not reach the threshold's last bit. (Comparing two halves by one `max.u16x2` with predicates takes more
-// instructions: ptxas extracts a half beside each.)
+// Is the probability of the first query kept, q where q / 8 is even, and that of q + 8? What stands behind the half
+// that decides does not reach the threshold's last bit. (Comparing two halves by one `max.u16x2` with predicates takes
+// more instructions: ptxas extracts a half beside each.)
 __device__ __forceinline__ bool keeps_first(uint32_t bits, uint32_t threshold) {
   return (bits << 16 ^ bits) >= threshold;
 }

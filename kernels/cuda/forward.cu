@@ -19,8 +19,8 @@
 // With a float mask (BIAS_BYTES) mixed tiles have their part of it in shared memory too (bias.cuh), and take no maximum
 // either where their rows have a shift that may serve: then mask and shift are joined while the products run.
 //
-// With DROPOUT the row sums are those of all probabilities, and what is dropped is left out of the second product alone.
-// The random keys of a key tile (dropout.cuh) come with it; the bits are mixed while the first product runs.
+// With DROPOUT the row sums are those of all probabilities, and what is dropped is left out of the second product
+// alone. The random keys of a key tile (dropout.cuh) come with it; the bits are mixed while the first product runs.
 //
 // Shared memory: Q_STAGES query tiles, STAGES key and STAGES value tiles, each a row of boxes of 64 columns (tma.cuh).
 // With a single query buffer (head_dim above 192) outputs go from registers to global memory.
@@ -28,8 +28,9 @@
 //
 // Defined by the host (forward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, BLOCK_N, STAGES, Q_STAGES,
 // IS_CAUSAL, MASKED, BIAS_BYTES (of an element of a float mask, or 0), BIAS_PER_KEY (it has one row for all queries),
-// BIAS_STAGES (tiles of it in flight), DROPOUT, EARLY (what mask or dropout need of a tile is made before its scores are
-// waited for, which ptxas would not do by itself), IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
+// BIAS_STAGES (tiles of it in flight), DROPOUT, EARLY (what mask or dropout need of a tile is made before its scores
+// are waited for, which ptxas would not do by itself), IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the
+// matrix unit).
 #include "barrier.cuh"
 #include "dropout.cuh"
 #include "mask.cuh"
@@ -45,14 +46,15 @@
 
 // Mirrored by forward.py.
 struct ForwardParams {
-  void* out;         // [batch, num_heads, seqlen_q, head_dim_v], last stride 1
-  float* logsumexp;  // [batch, num_heads, seqlen_q] contiguous; with a float mask twice, the second what rounding cut off
-  int* counters;     // if COUNTED: tiles handed out after each block's first, blocks done; both zero between launches
+  void* out;  // [batch, num_heads, seqlen_q, head_dim_v], last stride 1
+  float*
+      logsumexp;  // [batch, num_heads, seqlen_q] contiguous; with a float mask twice, the second what rounding cut off
+  int* counters;  // if COUNTED: tiles handed out after each block's first, blocks done; both zero between launches
   int64_t out_stride_batch, out_stride_head, out_stride_row;  // elements
   int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim_v;
   int num_tiles, q_tiles, heads_per_group;
   float softmax_scale_log2, softmax_scale;
-  int batch_first;  // of tiles next to each other: those of all batches of a head, which share its mask
+  int batch_first;        // of tiles next to each other: those of all batches of a head, which share its mask
   DropoutParams dropout;  // if DROPOUT
   MaskParams mask;        // if MASKED
 };
@@ -431,7 +433,8 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   int tile_row;              // first row of the tile
   bool accumulate = false;   // true once `out` holds a product of this query tile
   uint32_t row_key = 0;      // dropout's, of both rows of this thread
-  uint32_t bits[DROPOUT ? BLOCK_N / 4 : 1];  // likewise, of the current key tile: [2 g + e] of column 8 g + 2 (lane % 4) + e
+  uint32_t
+      bits[DROPOUT ? BLOCK_N / 4 : 1];  // likewise, of the current key tile: [2 g + e] of column 8 g + 2 (lane % 4) + e
 
   // Reads the next query tile, and passes over key tiles that none of the warpgroup's rows sees.
   const auto begin_tile = [&] {
@@ -573,8 +576,9 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     release(shared.bias_empty(bias_ring.stage));
     bias_ring.advance();
   };
-  // The same for a mixed one with a float mask. Rows whose shifts may serve join them with the mask while the first product runs; whether they do
-  // serve the sums tell, as in `step`. That includes a NaN: the mask may hide the key that it comes from.
+  // The same for a mixed one with a float mask. Rows whose shifts may serve join them with the mask while the first
+  // product runs; whether they do serve the sums tell, as in `step`. That includes a NaN: the mask may hide the key
+  // that it comes from.
   const auto biased_step = [&] {
     barrier_wait(shared.k_full(k.stage), k.phase);
     take_turn();
@@ -613,7 +617,8 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
     if (__any_sync(0xFFFFFFFF, !serves)) {
-      if (ordinary) warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(), shared.key + k.stage * K_BYTES);
+      if (ordinary)
+        warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(), shared.key + k.stage * K_BYTES);
       float rescale[2];
       softmax.sum[0] = sum[0];
       softmax.sum[1] = sum[1];
@@ -628,7 +633,8 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     k.advance();
   };
 #else
-  // The same for a mixed one with a bool mask. Rows may have seen no key before, or see none here, so that the maximum is taken.
+  // The same for a mixed one with a bool mask. Rows may have seen no key before, or see none here, so that the maximum
+  // is taken.
   const auto mixed_step = [&] {
     barrier_wait(shared.k_full(k.stage), k.phase);
     take_turn();
@@ -814,8 +820,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
 }
 
 #if DROPOUT
-extern "C" __global__ void __launch_bounds__(DROPOUT_PITCH)
-    flash_dropout_keys(const __grid_constant__ DropoutKeysParams params) {
+extern "C" __global__ void
+    __launch_bounds__(DROPOUT_PITCH) flash_dropout_keys(const __grid_constant__ DropoutKeysParams params) {
   write_dropout_keys(params);
 }
 #endif
