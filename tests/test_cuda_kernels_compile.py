@@ -55,6 +55,13 @@ def specialisations():
             if ALL or dims in ((64, 64), (128, 128)) or kind == number % 4:
                 for chosen in options if ALL else [options[(number + kind) % 4]]:
                     found.append(forward.Specialisation(*dims, False, *chosen, tile, True, size, per_key))
+    # With dropout, likewise.
+    for number, dims in enumerate(HEAD_DIMS):
+        tile = tiles.choose_dropout(*dims)
+        if ALL or dims[0] <= 128 or dims[0] % 64 == 0:
+            for chosen in options if ALL else [options[number % 4]]:
+                is_causal = number % 2 == 0
+                found.append(forward.Specialisation(*dims, is_causal, *chosen, tile, has_dropout=True))
     return found
 
 
@@ -63,7 +70,7 @@ def name_of(spec):
     mask = "masked" if spec.is_masked else "causal" if spec.is_causal else "full"
     form = "packed" if spec.is_packed else ""
     mask += f"-float{8 * spec.bias_bytes}" if spec.bias_bytes else ""
-    mask += "-per-key" if spec.bias_per_key else ""
+    mask += "-per-key" * spec.bias_per_key + "-dropout" * spec.has_dropout
     kind = (form, mask, "bf16" if spec.is_bf16 else "f16", "lse" if spec.write_lse else "")
     return "-".join([size, *filter(None, kind), f"{spec.tile.block_m}x{spec.tile.block_n}"])
 

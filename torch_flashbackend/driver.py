@@ -177,8 +177,8 @@ if hasattr(os, "register_at_fork"):
 class TensorMaps:
     """Tensor maps (CUtensorMap) for [B, H, S, D] tensors that differ in nothing but their address.
 
-    The copy engine then takes boxes of `rows` rows and 128 bytes of columns of one head at coordinates (column, row, head,
-    batch), and writes them to shared memory in the 128-byte swizzle. Rows and columns outside the tensor are zeros.
+    The copy engine then takes boxes of `rows` rows and 128 bytes of columns of one head at coordinates (column, row,
+    head, batch), and writes them to shared memory in the 128-byte swizzle. What lies outside of the tensor is zeros.
     """
 
     __slots__ = ("_device_index", "_maps", "_template")

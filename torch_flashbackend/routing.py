@@ -394,7 +394,8 @@ def _is_zero(stride: Any) -> bool:
 
 def _walkable_mask(mask: MaskInfo) -> bool:
     """As ``kernels/cuda/masks.py`` asks of a float mask. What is symbolic counts as good, without a guard: where it is
-    not, the call runs on the triton backend in its place."""
+    not, the call runs on the triton backend in its place.
+    """
     *sizes, keys = mask.shape
     *strides, step = mask.stride
     if _is_int(keys, 1) or (isinstance(step, int) and step != 1):
@@ -446,8 +447,8 @@ CUDA = Backend(
             lambda p: p.mask is None or p.mask.dtype == torch.bool or _walkable_mask(p.mask),
             lambda p: (
                 f"attn_mask {describe_shape(_mask(p).shape)} of {_name(_mask(p).dtype)} has strides "
-                f"{describe_shape(_mask(p).stride)}; the cuda backend takes float masks whose last dimension is that of "
-                "the keys and dense, with all other strides multiples of 16 bytes, and all bool masks"
+                f"{describe_shape(_mask(p).stride)}; the cuda backend takes float masks whose last dimension is that "
+                "of the keys and dense, with all other strides multiples of 16 bytes, and all bool masks"
             ),
         ),
         Constraint(

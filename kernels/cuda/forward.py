@@ -253,8 +253,8 @@ class Plan:
     """
 
     __slots__ = (
-        "_bias_maps", "_config", "_counted", "_device_index", "_dropout_keys", "_frames", "_function", "_lists", "_maps",
-        "_params", "specialisation",
+        "_bias_maps", "_config", "_counted", "_device_index", "_dropout_keys", "_frames", "_function", "_lists",
+        "_maps", "_params", "specialisation",
     )  # fmt: skip
 
     def __init__(

@@ -173,7 +173,8 @@ class KeyLists:
             mask=self.params, mask_heads=heads, mask_rows=rows, seqlen_k=seqlen_k, q_tiles=q_tiles
         )
         grid = (batches * heads * q_tiles, 1, 1)
-        self._config = driver.LaunchConfig(grid, (THREADS, 1, 1), list_bytes(seqlen_k, piece_of(mask.dtype)), None, None, 0)
+        shared_bytes = list_bytes(seqlen_k, piece_of(mask.dtype))
+        self._config = driver.LaunchConfig(grid, (THREADS, 1, 1), shared_bytes, None, None, 0)
         self._frames: list[_Frame] = []
 
     def make(self, mask: torch.Tensor, device_index: int, stream: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The one table of tile sizes of the Hopper kernels.
 
-May import nothing of ours. Imported by ``forward.py`` and ``backward.py``. No entry depends on a number of multiprocessors:
+May import nothing of ours. Imported by ``forward.py`` and ``backward.py``. No entry depends on a number of SMs:
 H100, H200, H20, GH200 and slices of them are all sm_90.
 """
 
@@ -16,8 +16,8 @@ class Tile:
 
     block_m: query rows of a tile, 64 for each consumer warpgroup. block_n: keys of a step. stages: key and value tiles
     in flight. q_stages: query tiles in flight; with two, outputs leave through the query buffers. ping_pong: warpgroups
-    take turns at the matrix unit. mask_stages: tiles of a float mask in flight. early: what a float mask or dropout need
-    of a tile of keys is made before its scores are waited for.
+    take turns at the matrix unit. mask_stages: tiles of a float mask in flight. early: what a float mask or dropout
+    needs of a tile of keys is made before its scores are waited for.
     """
 
     block_m: int

@@ -1,4 +1,4 @@
-"""Dropout in the Hopper forward kernel, forced: exactly the entries that reference.dropout_keep names, in both passes."""
+"""Dropout in the Hopper forward kernel, forced: the very entries that reference.dropout_keep names, in both passes."""
 
 from __future__ import annotations
 

@@ -200,8 +200,10 @@ def test_lengths_around_tiles(check_cuda, head_dim):
                 check_cuda(simple_call(1, 2, seqlen_q, seqlen_k, head_dim, attn_mask=mask, seed=seqlen_k))
 
 
-@pytest.mark.parametrize("shape", [(True, False, True), (False, True, True), (True, True, False), (False, False, True),
-                                   (True, False, False), (False, True, False), (False, False, False)], ids=str)  # fmt: skip
+OWN = [(b, h, q) for b in (True, False) for h in (True, False) for q in (True, False)]
+
+
+@pytest.mark.parametrize("shape", OWN, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (32, 8), (6, 1)])
 def test_broadcast_masks_and_grouped_queries(check_cuda, heads, kv_heads, shape):
     """Which of batch, head and query the mask has of its own; broadcast by size and by expand."""
