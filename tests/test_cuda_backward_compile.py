@@ -36,7 +36,8 @@ def specialisations():
         found += [spec._replace(is_packed=True, is_causal=is_causal) for is_causal in (False, True)]
         if max(dims) <= backward.MAX_EXTRAS_HEAD_DIM:
             for dtype in (torch.bfloat16, torch.float16) if ALL else [(torch.bfloat16, torch.float16)[number % 2]]:
-                for query_rows in (SHORT, LONG):
+                ordered = not deterministic or max(dims) <= backward.MAX_ORDERED_MASK_HEAD_DIM
+                for query_rows in (SHORT, LONG) if ordered else ():
                     found.append(backward.specialise(*dims, dtype, False, deterministic, query_rows, is_masked=True))
                 for is_causal in (False, True) if ALL else [number // 2 % 2 == 0]:
                     found.append(backward.specialise(*dims, dtype, is_causal, deterministic, LONG, has_dropout=True))

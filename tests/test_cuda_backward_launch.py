@@ -190,7 +190,7 @@ def test_calls_without_a_kernel(cuda):
 
 
 @pytest.mark.parametrize("own", [(True, True, True), (False, True, True), (True, False, True), (False, False, False)])
-@pytest.mark.parametrize(("head_dim", "deterministic"), [(72, False), (64, False), (128, True)])
+@pytest.mark.parametrize(("head_dim", "deterministic"), [(72, False), (64, False), (128, False), (96, True)])
 def test_parameters_of_a_call_with_a_mask(cuda, monkeypatch, head_dim, deterministic, own):
     """The mask's own dimensions decide how much is listed: `own` of batch, head and query."""
     monkeypatch.setattr(masks, "_empty", lambda size, _: SimpleNamespace(data_ptr=lambda: LISTS, size=size))
@@ -241,11 +241,13 @@ def test_parameters_of_a_call_with_dropout(cuda, monkeypatch, dropout_p):
     assert params.statistics == listed[6].data_ptr()
 
 
-@pytest.mark.parametrize(("head_dim", "is_causal"), [(136, False), (64, True)])
-def test_masks_without_a_kernel(cuda, head_dim, is_causal):
+@pytest.mark.parametrize(
+    ("head_dim", "is_causal", "deterministic"), [(136, False, False), (64, True, False), (120, False, True)]
+)
+def test_masks_without_a_kernel(cuda, head_dim, is_causal, deterministic):
     mask = OnDevice(torch.empty(1, 1, 300, 500, dtype=torch.bool, device="meta"), 9 << 20)
     with pytest.raises(KernelUnavailable, match="mask"):
-        run(tensors(head_dim=head_dim), is_causal=is_causal, mask=mask)
+        run(tensors(head_dim=head_dim), is_causal=is_causal, mask=mask, deterministic=deterministic)
     assert not cuda.launches and not cuda.compiled
 
 

@@ -27,6 +27,7 @@ FOLDER = Path(__file__).parent
 PREPARE, MAIN, FINISH = ENTRIES = ("flash_backward_prepare", "flash_backward", "flash_backward_finish")
 MAX_HEAD_DIM = 256
 MAX_EXTRAS_HEAD_DIM = 128  # with a mask or dropout
+MAX_ORDERED_MASK_HEAD_DIM = 112  # with a mask in deterministic mode
 # wgmma cuts off what it adds up instead of rounding it; Triton's kernels add up longer sums in parts.
 MAX_SUM_ROWS = forward.MAX_SEQLEN_K
 
@@ -231,6 +232,8 @@ def specialise(
     if padded_v > 64:
         padded = max(padded, 80)  # of wide tiles each warpgroup computes a box of the query's gradient; there are two
     tile = tiles.choose_backward(padded, padded_v, is_causal or is_masked, query_rows, deterministic)
+    if is_masked and max(padded, padded_v) > MAX_ORDERED_MASK_HEAD_DIM:
+        tile = dataclasses.replace(tile, persistent=False)  # registers again
     if has_dropout:
         # dP is dropped before delta is subtracted; persistent blocks have no registers for what stays.
         tile = dataclasses.replace(tile, delta_first=False, persistent=False)
@@ -251,9 +254,12 @@ def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> boo
     """Is there a kernel for the call's mask and dropout, if it has any?"""
     if mask is None and dropout_p == 0.0:
         return True
-    # Mask, dropout and the order of blocks together are more than the registers of head_dim 128 hold.
-    all_three = mask is not None and dropout_p > 0.0 and deterministic
-    return max(query.size(3), value.size(3)) <= MAX_EXTRAS_HEAD_DIM and not all_three
+    largest = max(query.size(3), value.size(3))
+    if deterministic and mask is not None:
+        # A mask's lists and the order of blocks together are more than the storing threads have registers for, unless
+        # the consumers have some to spare; and dropout leaves them none.
+        return largest <= MAX_ORDERED_MASK_HEAD_DIM and dropout_p == 0.0
+    return largest <= MAX_EXTRAS_HEAD_DIM
 
 
 def _refusal(
@@ -267,7 +273,7 @@ def _refusal(
     if query.size(3) > MAX_HEAD_DIM or value.size(3) > MAX_HEAD_DIM:
         return f"the Hopper backward has no head_dim {query.size(3)} with value head_dim {value.size(3)}"
     if not extras_fit(query, value, mask, dropout_p, deterministic):
-        return f"the Hopper backward takes masks and dropout up to a head_dim of {MAX_EXTRAS_HEAD_DIM}, not all at once"
+        return f"the Hopper backward does not take this mask or dropout with a head_dim of {query.size(3)}"
     if not suits(query, key, value, out, grad_out):
         return "the copy engine cannot walk tensors with such strides"
     if logsumexp.dtype != torch.float32 or not logsumexp.is_contiguous():

@@ -5,6 +5,7 @@ FLASHBACKEND_RANDOM_CALLS sets how many random calls are drawn (default 100 here
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -232,7 +233,18 @@ def gradients_of(call: Call, out: Tensor, logsumexp: Tensor, grad_out: Tensor) -
     )[:3]  # fmt: skip
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], ordered: bool) -> bool:
+    """Bit by bit, but for the query's gradient where additions to it have no order."""
+    close = ordered or torch.allclose(found[0].float(), expected[0].float(), rtol=0.02, atol=0.02)
+    return close and all(torch.equal(*pair) for pair in list(zip(found, expected))[0 if ordered else 1 :])
+
+
+def ordered_where_possible(head_dim: int):
+    """Deterministic mode, which masks have at these head dimensions alone."""
+    return deterministic() if head_dim <= 112 else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("head_dim", [64, 112, 128])
 def test_nan_in_hidden_keys_and_values_does_not_leak(plugin, hopper, head_dim):
     """Columns that nobody sees, in mixed tiles: only the query's gradient may be NaN, by 0 times a key."""
     for length in (320, 333):
@@ -240,39 +252,41 @@ def test_nan_in_hidden_keys_and_values_does_not_leak(plugin, hopper, head_dim):
         seen[..., 5::7] = False
         call = simple_call(1, 2, length, head_dim=head_dim, attn_mask=seen)
         grad_out = gradient_for(call)
-        with hopper(), deterministic():
+        with hopper(), ordered_where_possible(head_dim):
             out, logsumexp = plugin.attention(call.query, call.key, call.value, seen, return_lse=True)
             clean = gradients_of(call, out, logsumexp, grad_out)
             key, value = call.key.clone(), call.value.clone()
             value[:, :, 5::14], value[:, :, 12::14] = torch.nan, torch.inf
             dirty = gradients_of(dataclasses.replace(call, value=value), out, logsumexp, grad_out)
-            assert all(torch.equal(*pair) for pair in zip(dirty, clean))
+            assert same(dirty, clean, head_dim <= 112)
             key[:, :, 5::14], key[:, :, 12::14] = torch.nan, -torch.inf
             dirty = gradients_of(dataclasses.replace(call, key=key, value=value), out, logsumexp, grad_out)
-            assert all(torch.equal(*pair) for pair in zip(dirty[1:], clean[1:]))
+            assert same((clean[0], *dirty[1:]), clean, True)
         assert not clean[1][:, :, 5::7].any() and not clean[2][:, :, 5::7].any()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 112, 128])
 def test_tiles_that_nobody_sees_are_not_visited(hopper, head_dim):
     seen = pattern("documents", 1024, 1024)
     seen[..., 256:384] = False
     call = simple_call(1, 2, 1024, head_dim=head_dim, attn_mask=seen)
     grad_out = gradient_for(call)
-    with hopper(), deterministic():
+    names = ("query", "key", "value")
+    with hopper(), ordered_where_possible(head_dim):
         clean = results_of(call, grad_out)
         call.key[:, :, 256:384] = call.value[:, :, 256:384] = torch.nan
         dirty = results_of(call, grad_out)
-    assert all(torch.equal(dirty[name], clean[name]) for name in clean)
+    assert torch.equal(dirty["out"], clean["out"])
+    assert same(tuple(dirty[n] for n in names), tuple(clean[n] for n in names), head_dim <= 112)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 112, 128])
 @pytest.mark.parametrize("name", ["dead rows", "upper", "nothing", "one row", "one column", "sparse"])
 def test_rows_and_columns_that_see_nothing_have_gradients_of_zero(hopper, name, head_dim):
     """And every element is written: deterministic mode fills new tensors with NaN."""
     call = simple_call(2, 2, 300, 333, head_dim, attn_mask=pattern(name, 300, 333))
     rows, columns = call.attn_mask.any(-1)[0, 0], call.attn_mask.any(-2)[0, 0]
-    for mode in (False, True):
+    for mode in (False, True) if head_dim <= 112 else (False,):
         torch.use_deterministic_algorithms(mode)
         try:
             with hopper():
@@ -288,7 +302,7 @@ def test_rows_and_columns_that_see_nothing_have_gradients_of_zero(hopper, name, 
 
 
 @pytest.mark.parametrize("name", ["causal", "random", "window", "checkerboard"])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 112])
 def test_deterministic_mode_repeats_bit_by_bit(hopper, note, head_dim, name):
     call = simple_call(2, 8, 700, 1000, head_dim, kv_heads=4, attn_mask=pattern(name, 700, 1000))
     grad_out = gradient_for(call)
