@@ -12,8 +12,8 @@
 // exponentials of S run beside dP. Blocks stay, and go from tile to tile: stages of the next one are on their way while
 // the last one's result leaves.
 //
-// Budget, BLOCK_N = 128 at head_dim 128: registers for S, dP and the sum 3 x 64, of 240; shared memory 3 stages of 64 KB
-// and 2 x 16 KB of bias, of 227 KB. An item takes 2,048 cycles of the matrix unit, in which shared memory is read 96
+// Budget, BLOCK_N = 128 at head_dim 128: registers for S, dP and the sum 3 x 64, of 240; shared memory 3 stages of 64
+// KB and 2 x 16 KB of bias, of 227 KB. An item takes 2,048 cycles of the matrix unit, in which shared memory is read 96
 // bytes a cycle by the products and written 64 by the copy engine, of 128 in all: 2,560 cycles, and it binds.
 #include "barrier.cuh"
 #include "softmax.cuh"
@@ -27,11 +27,11 @@ struct BiasParams {
   const float* delta;          // [batch * num_heads, delta_pitch], rowsum(dO O)
   int logsumexp_pitch, delta_pitch;
   int num_heads, group_size, seqlen_q;
-  int bias_heads;               // of the gradient
-  int batch_step, head_step;    // 0 where the bias itself is expanded over the gradient's batches or heads
-  int items, item_step;         // heads (of all batches) that share a tile, and how far they are apart
+  int bias_heads;             // of the gradient
+  int batch_step, head_step;  // 0 where the bias itself is expanded over the gradient's batches or heads
+  int items, item_step;       // heads (of all batches) that share a tile, and how far they are apart
   int q_tiles, k_tiles, num_tiles;
-  int q_tiles_per_group;        // blocks that run at one time share few tiles of queries and few of keys
+  int q_tiles_per_group;  // blocks that run at one time share few tiles of queries and few of keys
   float softmax_scale;
 };
 
@@ -103,8 +103,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
       barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
       load_rows<BLOCK_M, HEAD_DIM_V>(grad_out_map, shared.left(ring.stage), shared.full(ring.stage), tile.row, head,
                                      batch);
-      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.right(ring.stage), shared.full(ring.stage), key, kv_head,
-                                     batch);
+      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.right(ring.stage), shared.full(ring.stage), key, kv_head, batch);
       ring.advance();
     }
   }
@@ -114,7 +113,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
 // registers, keeps there what it needs again.
 struct Description {
   uint32_t address;
-  __device__ uint32_t first_head() const { return address; }   // -1: there are no more tiles
+  __device__ uint32_t first_head() const { return address; }  // -1: there are no more tiles
   __device__ uint32_t is_last() const { return address + 4; }
   __device__ uint32_t row() const { return address + 8; }      // the warpgroup's first
   __device__ uint32_t column() const { return address + 12; }  // as the copy engine counts
@@ -235,20 +234,33 @@ struct Bias {
   }
 };
 
-// What a thread must know of its two rows.
+// Volatile, or the compiler would load where the number is used.
+__device__ __forceinline__ float load_early(const float* address) {
+  float x;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(address) : "memory");
+  return x;
+}
+
+// What a thread must know of its two rows. The loads are in flight until `arrive`, which uses what they bring.
 struct Rows {
   float high[2], low[2], delta[2];
-  __device__ __forceinline__ Rows(const BiasParams& params, int index, int row) {
+  __device__ __forceinline__ void load(const BiasParams& params, int index, int row) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       // Rows past the end are not stored; any numbers will do.
       const int at = min(row + 8 * i, params.seqlen_q - 1);
-      high[i] = __ldg(params.logsumexp + (uint32_t)(index * params.logsumexp_pitch + at));
-      low[i] = HAS_LOW ? __ldg(params.logsumexp_low + (uint32_t)(index * params.logsumexp_pitch + at)) * LOG2E : 0.0f;
-      delta[i] = __ldg(params.delta + (uint32_t)(index * params.delta_pitch + at));
+      const uint32_t place = index * params.logsumexp_pitch + at;
+      high[i] = load_early(params.logsumexp + place);
+      low[i] = HAS_LOW ? load_early(params.logsumexp_low + place) : 0.0f;
+      delta[i] = load_early(params.delta + (uint32_t)(index * params.delta_pitch + at));
     }
+  }
+  __device__ __forceinline__ void arrive() {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) high[i] = high[i] == -INFINITY_F ? INFINITY_F : high[i];
+    for (int i = 0; i < 2; ++i) {
+      high[i] = high[i] == -INFINITY_F ? INFINITY_F : high[i];
+      low[i] *= LOG2E;
+    }
   }
 };
 
@@ -275,7 +287,8 @@ __device__ __forceinline__ void consume(const BiasParams& params, const Shared& 
     for (int i = 0; i < BLOCK_N / 2; ++i) sum[i] = 0.0f;
 #pragma unroll 1
     do {
-      const Rows statistics(params, item, row);
+      Rows statistics;
+      statistics.load(params, item, row);
       const int first = ring.stage;
       barrier_wait(shared.full(first), ring.phase);
       wgmma_fence();
@@ -286,6 +299,7 @@ __device__ __forceinline__ void consume(const BiasParams& params, const Shared& 
       issue_product<HEAD_DIM_V>(grads, shared.left(ring.stage) + rows, shared.right(ring.stage));
       wgmma_wait<1>();
       release(shared.empty(first));
+      statistics.arrive();
 
       if (TURNS) named_sync(FIRST_TURN + warpgroup, 128 * CONSUMERS);
       uint32_t all = 0;
@@ -360,8 +374,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bias_gradient(
     registers_release<PRODUCER_REGISTERS>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) produce(query_map, key_map, value_map, grad_out_map, params, shared);
-    if (threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS)
-      exchange(bias_map, grad_map, params, shared, warp - 1);
+    if (threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) exchange(bias_map, grad_map, params, shared, warp - 1);
   } else {
     registers_claim<CONSUMER_REGISTERS>();
     consume(params, shared, uniform(threadIdx.x / 128) - 1);
