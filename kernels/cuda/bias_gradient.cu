@@ -234,20 +234,33 @@ struct Bias {
   }
 };
 
-// What a thread must know of its two rows.
+// Volatile, or the compiler would load where the number is used.
+__device__ __forceinline__ float load_early(const float* address) {
+  float x;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(address) : "memory");
+  return x;
+}
+
+// What a thread must know of its two rows. The loads are in flight until `arrive`, which uses what they bring.
 struct Rows {
   float high[2], low[2], delta[2];
-  __device__ __forceinline__ Rows(const BiasParams& params, int index, int row) {
+  __device__ __forceinline__ void load(const BiasParams& params, int index, int row) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       // Rows past the end are not stored; any numbers will do.
       const int at = min(row + 8 * i, params.seqlen_q - 1);
-      high[i] = __ldg(params.logsumexp + (uint32_t)(index * params.logsumexp_pitch + at));
-      low[i] = HAS_LOW ? __ldg(params.logsumexp_low + (uint32_t)(index * params.logsumexp_pitch + at)) * LOG2E : 0.0f;
-      delta[i] = __ldg(params.delta + (uint32_t)(index * params.delta_pitch + at));
+      const uint32_t place = index * params.logsumexp_pitch + at;
+      high[i] = load_early(params.logsumexp + place);
+      low[i] = HAS_LOW ? load_early(params.logsumexp_low + place) : 0.0f;
+      delta[i] = load_early(params.delta + (uint32_t)(index * params.delta_pitch + at));
     }
+  }
+  __device__ __forceinline__ void arrive() {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) high[i] = high[i] == -INFINITY_F ? INFINITY_F : high[i];
+    for (int i = 0; i < 2; ++i) {
+      high[i] = high[i] == -INFINITY_F ? INFINITY_F : high[i];
+      low[i] *= LOG2E;
+    }
   }
 };
 
@@ -274,7 +287,8 @@ __device__ __forceinline__ void consume(const BiasParams& params, const Shared& 
     for (int i = 0; i < BLOCK_N / 2; ++i) sum[i] = 0.0f;
 #pragma unroll 1
     do {
-      const Rows statistics(params, item, row);
+      Rows statistics;
+      statistics.load(params, item, row);
       const int first = ring.stage;
       barrier_wait(shared.full(first), ring.phase);
       wgmma_fence();
@@ -285,6 +299,7 @@ __device__ __forceinline__ void consume(const BiasParams& params, const Shared& 
       issue_product<HEAD_DIM_V>(grads, shared.left(ring.stage) + rows, shared.right(ring.stage));
       wgmma_wait<1>();
       release(shared.empty(first));
+      statistics.arrive();
 
       if (TURNS) named_sync(FIRST_TURN + warpgroup, 128 * CONSUMERS);
       uint32_t all = 0;
