@@ -267,9 +267,12 @@ def _refusal(
     deterministic: bool,
 ) -> str:  # fmt: skip
     """Why the kernels cannot run this call, whatever routing has said: a compiled graph may get other tensors."""
-    refusal = forward._refusal(query, key, value, mask, is_causal, softmax_scale)
+    # Masks together with dropout are no obstacle here; the forward was another kernel's.
+    refusal = forward._refusal(query, key, value, mask, is_causal, softmax_scale, 0.0)
     if refusal:
         return refusal
+    if mask is not None and mask.dtype != torch.bool:
+        return "the Hopper backward takes bool masks alone"
     if query.size(3) > MAX_HEAD_DIM or value.size(3) > MAX_HEAD_DIM:
         return f"the Hopper backward has no head_dim {query.size(3)} with value head_dim {value.size(3)}"
     if not extras_fit(query, value, mask, dropout_p, deterministic):

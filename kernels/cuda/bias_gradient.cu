@@ -54,7 +54,6 @@ static_assert(BIAS_COLUMNS % BOX_COLUMNS == 0);
 
 constexpr int FIRST_TURN = 1;  // named barriers
 
-constexpr float LOG2E = 1.4426950408889634f;
 
 struct Shared {
   uint32_t stages, bias, barriers;
