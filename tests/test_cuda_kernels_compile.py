@@ -57,6 +57,8 @@ def specialisations():
                     found.append(forward.Specialisation(*dims, False, *chosen, tile, True, size, per_key))
     # With dropout, likewise.
     for number, dims in enumerate(HEAD_DIMS):
+        if dims[0] > tiles.MAX_DROPOUT_HEAD_DIM:
+            continue
         tile = tiles.choose_dropout(*dims)
         if ALL or dims[0] <= 128 or dims[0] % 64 == 0:
             for chosen in options if ALL else [options[number % 4]]:

@@ -208,6 +208,7 @@ scale: scale nan is not a finite number""",  # noqa: E501
                     changed(wide, mask=dataclasses.replace(wide.mask, dtype=torch.float32)),
                     problem(mask="bool", is_causal=True),
                     problem(mask="bool", dropout_p=0.1),
+                    problem((2, 16, 4096, 256), dropout_p=0.1),
                     problem(scale=-1.0),
                     problem(scale=0.0),
                     problem((2, 16, 4096, 264)),
@@ -240,6 +241,7 @@ attn_mask: attn_mask [2, 1, 4096, 1] of bfloat16 has strides [16777216, 16777216
 float32 attn_mask: attn_mask is float32 with head_dim 256, which the cuda backend takes up to 192
 mask and is_causal: attn_mask is given together with is_causal=True, which is stock's to judge
 dropout: dropout_p 0.1 with attn_mask is not supported by the cuda backend (0)
+dropout head_dim: dropout_p 0.1 with head_dim 256, which the cuda backend takes up to 192
 positive scale: scale -1.0 is not supported by the cuda backend (a positive number)
 positive scale: scale 0.0 is not supported by the cuda backend (a positive number)
 head_dim: head_dim 264 with value head_dim 264 is not supported by the cuda backend (equal, 8 to 256; or 192 with 128)

@@ -30,8 +30,9 @@ __all__ = [
 MAX_HEAD_DIM = 512
 # More keys than the "cuda" backend adds up in one sum, which its matrix units cut off instead of rounding.
 HOPPER_MAX_SEQLEN_K = 2**18
-# Where a float32 mask leaves the "cuda" backend no registers.
+# Above, a float32 mask or dropout leaves the "cuda" backend no registers.
 HOPPER_MAX_BIAS_HEAD_DIM = 192
+HOPPER_MAX_DROPOUT_HEAD_DIM = 192
 # Of the kernels for packed sequences (varlen.py).
 MAX_PACKED_HEAD_DIM = 256
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -470,6 +471,14 @@ CUDA = Backend(
             "dropout",
             lambda p: p.dropout_p == 0.0 or p.mask is None,
             lambda p: f"dropout_p {p.dropout_p:g} with attn_mask is not supported by the cuda backend (0)",
+        ),
+        Constraint(
+            "dropout head_dim",
+            lambda p: p.dropout_p == 0.0 or guarded(p.head_dim <= HOPPER_MAX_DROPOUT_HEAD_DIM),
+            lambda p: (
+                f"dropout_p {p.dropout_p:g} with head_dim {p.head_dim}, which the cuda backend takes up to "
+                f"{HOPPER_MAX_DROPOUT_HEAD_DIM}"
+            ),
         ),
         Constraint(
             "positive scale",

@@ -218,6 +218,8 @@ def _refusal(query, key, value, mask, is_causal: bool, softmax_scale: float, dro
         return f"the Hopper kernels need a positive scale, not {softmax_scale}"
     if mask is not None and dropout_p > 0.0:
         return "the Hopper kernels take no mask together with dropout"
+    if dropout_p > 0.0 and max(head_dim, head_dim_v) > tiles.MAX_DROPOUT_HEAD_DIM:
+        return f"the Hopper kernels take dropout up to a head_dim of {tiles.MAX_DROPOUT_HEAD_DIM}"
     if mask is not None and is_causal:
         return "the Hopper kernels take no mask together with is_causal"
     if mask is not None and not takes_mask(query, mask):

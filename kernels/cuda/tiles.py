@@ -88,8 +88,9 @@ def masked_variants(head_dim: int, head_dim_v: int) -> tuple[Tile, ...]:
     return tuple(dict.fromkeys(choose_masked(head_dim, head_dim_v, per_key) for per_key in (False, True)))
 
 
-# Above, a float32 mask leaves no registers.
+# Above, a float32 mask leaves no registers, and dropout none either.
 MAX_FLOAT32_BIAS_HEAD_DIM = 192
+MAX_DROPOUT_HEAD_DIM = 192
 # Of a block, less 2 KB for what is not tiles.
 _SHARED_MEMORY = (227 << 10) - 2048
 

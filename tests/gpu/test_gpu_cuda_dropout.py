@@ -58,7 +58,7 @@ def test_the_entries_kept_are_those_of_the_reference_one_by_one(head_dim, is_cau
 
 
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
-@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 128, 192])
 def test_values_and_logsumexp(head_dim, p):
     for number, lengths in enumerate(((333, 500), (512, 512), (1, 700), (700, 1), (129, 127), (64, 65), (1000, 260))):
         for is_causal in (False, True):
