@@ -532,16 +532,11 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     stage_columns(columns);
   }
 
-#if DROPOUT
-  const float value_scale = params.dropout.scale;
-#else
-  const float value_scale = 1.0f;
-#endif
   if (PERSISTENT) {
     barrier_wait(shared.grads_sent(), progress.grads_phase);  // where there was no step
     progress.grads_phase ^= 1;
     named_sync(ALL_CONSUMERS, 128 * CONSUMERS);  // all have read dS
-    stage_rows<HEAD_DIM_V>(grad_value, value_scale, shared.grad_value(), warp_row);
+    stage_rows<HEAD_DIM_V>(grad_value, DROPOUT ? params.dropout.scale : 1.0f, shared.grad_value(), warp_row);
     if (!GRADS_IN_DS) {
       barrier_wait(shared.sent(warpgroup), sent_phase);
       named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
@@ -554,7 +549,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   }
   // The gradients leave through the places of the keys and values, which all have read.
   named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
-  stage_rows<HEAD_DIM_V>(grad_value, value_scale, shared.grad_value(), warp_row);
+  stage_rows<HEAD_DIM_V>(grad_value, DROPOUT ? params.dropout.scale : 1.0f, shared.grad_value(), warp_row);
   stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.grad_key(), warp_row);
   store_fence();
   named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
