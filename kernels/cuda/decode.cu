@@ -6,8 +6,11 @@
 //   two loading warps:   the block's stretch of key tiles and of value tiles, BLOCK_N rows each, by TMA into two rings
 //   each consumer warp:  16 rows, and its own BLOCK_N / KEY_WARPS keys of every tile:
 //                          S = query key^T;  P = exp2(S - shift);  out += P value       (mma.sync, all in registers)
-//   the block's warps:   their results, weighted, into one: each of these numbers goes to the block that owns it
-//   after a barrier of the cluster, each block adds up what it owns, divides by the row's sum and writes it
+//   the block's warps:   their results, weighted, into one: each of these numbers is sent to the block that owns it
+//   each block:          adds up what it owns when all of it has arrived, divides by the row's sum and writes it
+//
+// Where few key heads have many keys, several clusters (groups) share them: each block leaves what it owns in a
+// workspace and counts; the last one that owns it adds up the results of all clusters.
 //
 // So nothing but queries, keys, values and outputs touches memory, each once, and the order of all sums is fixed. Dao
 // et al., "Flash-Decoding" (2023); rows that share keys share a tile as in Ainslie et al., "GQA" (2023).
@@ -29,12 +32,16 @@ struct DecodeParams {
   const uint8_t* query;  // [batch, heads, seqlen_q, head_dim], last stride 1, other strides multiples of 8
   uint8_t* out;          // [batch, heads, seqlen_q, head_dim_v], likewise
   float* logsumexp;      // [batch, heads, seqlen_q] contiguous, or null
+  float* workspace;      // if groups > 1: [units][splits][groups] partial results, in multiples of 16 bytes
+  int* counters;         // likewise: [units][splits], zero between launches, of nobody else's while this one runs
   int64_t query_stride_batch, query_stride_head, query_stride_row;
   int64_t out_stride_batch, out_stride_head, out_stride_row;
   int num_kv_heads, group_size, seqlen_q, seqlen_k;
   int head_dim, head_dim_v;  // the tensors' own, of which HEAD_DIM and HEAD_DIM_V are the next multiples of 16
-  int splits;                // blocks of a cluster
+  int splits, groups;        // blocks of a cluster; clusters that share the keys of a unit, a batch's key head
+  int tiles_each, more;      // key tiles of each block of a unit, and how many, the first ones, have one more
   float softmax_scale_log2;  // positive
+  int unused;
 };
 
 constexpr int ROWS = 16 * ROW_TILES;
@@ -42,7 +49,7 @@ constexpr int CONSUMERS = ROW_TILES * KEY_WARPS;
 constexpr int CONSUMER_THREADS = 32 * CONSUMERS;
 constexpr int THREADS = CONSUMER_THREADS + 64;
 constexpr int KEYS = BLOCK_N / KEY_WARPS;  // of a warp in a tile
-constexpr int MOST_SPLITS = 16;
+constexpr int MOST_SPLITS = 16, MOST_GROUPS = 16;
 constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 constexpr int BOX_BYTES = BLOCK_N * BOX_ROW_BYTES;
@@ -71,6 +78,8 @@ struct Shared {
   __device__ uint32_t k_empty(int stage) const { return barriers + 8 * (K_STAGES + stage); }
   __device__ uint32_t v_full(int stage) const { return barriers + 8 * (2 * K_STAGES + stage); }
   __device__ uint32_t v_empty(int stage) const { return barriers + 8 * (2 * K_STAGES + V_STAGES + stage); }
+  // Counts what the cluster's blocks send.
+  __device__ uint32_t all_received() const { return barriers + 8 * (2 * K_STAGES + 2 * V_STAGES); }
 };
 
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -97,6 +106,15 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint3
                : "r"(address)
                : "memory");
 }
+// Adds one. All that the block's threads wrote before a barrier that this thread has passed is then visible to whoever
+// finds it added, and all that others wrote before they added to this thread's block.
+__device__ __forceinline__ int add_acquire_release(int* counter) {
+  int before;
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  return before;
+}
 // Where the 16 bytes number `chunk` of row `row` of a tile lie.
 __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int row, int chunk) {
   return tile + chunk / 8 * BOX_BYTES + row * BOX_ROW_BYTES + ((chunk % 8) ^ (row % 8)) * 16;
@@ -116,26 +134,35 @@ __device__ __forceinline__ void produce(const TensorMap& map, uint32_t tiles, Fu
   }
 }
 
-// One row's (shift, sum) of `count` partial results whose statistics lie ROWS apart.
-__device__ __forceinline__ float2 combine(uint32_t statistics, int count) {
-  float2 total = {-INFINITY_F, 0.0f};
-  for (int i = 0; i < count; ++i) total.x = fmaxf(total.x, read_two(statistics + i * ROWS * 8).x);
-  for (int i = 0; i < count; ++i) {
-    const float2 part = read_two(statistics + i * ROWS * 8);
-    total.y += part.y * exp2_approx(part.x - finite(total.x));
+// One row's (shift, sum) of `count` partial results, of which statistics(i) gives each, and their weights. All are
+// loaded before any is used, since each load takes a while: those that are not there as the first, and then ignored.
+template <int MOST, typename Statistics>
+__device__ __forceinline__ float2 combine(float (&weights)[MOST], Statistics statistics, int count) {
+  float2 parts[MOST], total = {-INFINITY_F, 0.0f};
+#pragma unroll
+  for (int i = 0; i < MOST; ++i) parts[i] = statistics(i < count ? i : 0);
+#pragma unroll
+  for (int i = 0; i < MOST; ++i) total.x = fmaxf(total.x, parts[i].x);
+#pragma unroll
+  for (int i = 0; i < MOST; ++i) {
+    weights[i] = exp2_approx(parts[i].x - finite(total.x));
+    total.y += i < count ? parts[i].y * weights[i] : 0.0f;
   }
   return total;
 }
-// Four numbers of `count` partial results that lie `step` bytes apart, weighted by their row's statistics.
-__device__ __forceinline__ float4 add_up(uint32_t parts, int step, uint32_t statistics, int count, float shift) {
-  float4 total = {};
-  for (int i = 0; i < count; ++i) {
-    const float weight = exp2_approx(read_two(statistics + i * ROWS * 8).x - finite(shift));
-    const float4 part = read_four(parts + i * step);
-    total.x += weight * part.x;
-    total.y += weight * part.y;
-    total.z += weight * part.z;
-    total.w += weight * part.w;
+// Four numbers of `count` partial results, of which part(i) gives each, weighted.
+template <int MOST, typename Part>
+__device__ __forceinline__ float4 add_up(const float (&weights)[MOST], Part part, int count) {
+  float4 parts[MOST], total = {};
+#pragma unroll
+  for (int i = 0; i < MOST; ++i) parts[i] = part(i < count ? i : 0);
+#pragma unroll
+  for (int i = 0; i < MOST; ++i) {
+    if (i >= count) continue;
+    total.x += weights[i] * parts[i].x;
+    total.y += weights[i] * parts[i].y;
+    total.z += weights[i] * parts[i].z;
+    total.w += weights[i] * parts[i].w;
   }
   return total;
 }
@@ -327,45 +354,125 @@ __device__ __forceinline__ void consume(const Rows& rows, const Shared& shared, 
   named_sync(NAMED_BARRIER, CONSUMER_THREADS);
 }
 
-// Adds up the results of the block's warps, and writes them, or sends each block of the cluster its share.
-__device__ __forceinline__ void merge_warps(const Rows& rows, const Shared& shared, int rank, int splits) {
-  const int items = rows.count() * FOURS, share = ceil_div(items, splits);
-  for (int item = threadIdx.x; item < items; item += CONSUMER_THREADS) {
+// What a block owns of its rows' outputs, in pieces of four numbers, after its cluster's blocks have merged theirs; and
+// the same of the other clusters with keys of these rows, if there are any, in the workspace.
+struct Share {
+  const Rows& rows;
+  int rank, group;
+  int items, size, first;  // of all blocks of a cluster; of each; of this one: the first
+  float4* parts;           // [groups][size]
+  float2* statistics;      // [groups][ROWS]
+  int* counter;
+
+  __device__ Share(const Rows& rows, int unit, int rank, int group)
+      : rows(rows),
+        rank(rank),
+        group(group),
+        items(rows.count() * FOURS),
+        size(ceil_div(items, rows.params.splits)),
+        first(rank * size) {
+    const DecodeParams& params = rows.params;
+    const int64_t index = (int64_t)unit * params.splits + rank;
+    float* place = params.workspace + index * params.groups * (4 * size + 2 * ROWS);
+    parts = (float4*)place;
+    statistics = (float2*)(place + params.groups * 4 * size);
+    counter = params.counters + index;
+  }
+  __device__ int count() const { return min(size, items - first); }
+  __device__ int row(int i) const { return (first + i) / FOURS; }
+  __device__ int column(int i) const { return (first + i) % FOURS * 4; }
+
+  // Piece i with its row's statistics, and a row's statistics alone: to the outputs, or to the workspace.
+  __device__ void put(int i, const float4& total, const float2& of_row) const {
+    if (rows.params.groups == 1)
+      rows.write(row(i), column(i), total, of_row.y);
+    else
+      parts[group * size + i] = total;
+  }
+  __device__ void put_statistics(int row, const float2& of_row) const {
+    if (rows.params.groups > 1)
+      statistics[group * ROWS + row] = of_row;
+    else if (rank == 0 && rows.params.logsumexp)
+      rows.write_logsumexp(row, of_row);
+  }
+};
+
+// Adds up the results of the block's warps, and sends each block of the cluster its share.
+__device__ __forceinline__ void merge_warps(const Share& share, const Shared& shared) {
+  const Rows& rows = share.rows;
+  const int splits = rows.params.splits;
+  const auto of_warps = [&](int row) {
+    return [&shared, row](int i) { return read_two(shared.warp_statistics + (i * ROWS + row) * 8); };
+  };
+  for (int item = threadIdx.x; item < share.items; item += CONSUMER_THREADS) {
     const int row = item / FOURS, column = item % FOURS * 4;
-    const uint32_t statistics = shared.warp_statistics + row * 8;
-    const float2 of_row = combine(statistics, KEY_WARPS);
-    const float4 total = add_up(shared.key + row * PARTIAL_PITCH + 4 * column, PARTIAL_BYTES, statistics, KEY_WARPS,
-                                of_row.x);
+    float weights[KEY_WARPS];
+    const float2 of_row = combine(weights, of_warps(row), KEY_WARPS);
+    const auto part = [&](int i) {
+      return read_four(shared.key + i * PARTIAL_BYTES + row * PARTIAL_PITCH + 4 * column);
+    };
+    const float4 total = add_up(weights, part, KEY_WARPS);
     if (splits == 1) {
-      rows.write(row, column, total, of_row.y);
+      share.put(item, total, of_row);
     } else {
-      const int owner = item / share;
-      store_four_remote(map_to_rank(shared.received + (rank * share + item - owner * share) * 16, owner), total);
+      const int owner = item / share.size, index = share.rank * share.size + item - owner * share.size;
+      send_four(map_to_rank(shared.received + index * 16, owner), map_to_rank(shared.all_received(), owner), total);
     }
   }
-  if (splits == 1 && !rows.params.logsumexp) return;
   for (int i = threadIdx.x; i < rows.count() * splits; i += CONSUMER_THREADS) {
     const int peer = i / rows.count(), row = i - peer * rows.count();
-    const float2 of_row = combine(shared.warp_statistics + row * 8, KEY_WARPS);
-    if (splits > 1)
-      store_two_remote(map_to_rank(shared.received_statistics + (rank * ROWS + row) * 8, peer), of_row);
+    float weights[KEY_WARPS];
+    const float2 of_row = combine(weights, of_warps(row), KEY_WARPS);
+    if (splits == 1)
+      share.put_statistics(row, of_row);
     else
-      rows.write_logsumexp(row, of_row);
+      send_two(map_to_rank(shared.received_statistics + (share.rank * ROWS + row) * 8, peer),
+               map_to_rank(shared.all_received(), peer), of_row);
   }
 }
 
-// Adds up the share of this block that all blocks have sent, and writes it.
-__device__ __forceinline__ void merge_blocks(const Rows& rows, const Shared& shared, int rank, int splits) {
-  const int items = rows.count() * FOURS, share = ceil_div(items, splits), first = rank * share;
-  for (int i = threadIdx.x; i < min(share, items - first); i += CONSUMER_THREADS) {
-    const int row = (first + i) / FOURS, column = (first + i) % FOURS * 4;
-    const uint32_t statistics = shared.received_statistics + row * 8;
-    const float2 of_row = combine(statistics, splits);
-    rows.write(row, column, add_up(shared.received + i * 16, share * 16, statistics, splits, of_row.x), of_row.y);
+// Adds up the share of this block that all blocks of the cluster have sent.
+__device__ __forceinline__ void merge_blocks(const Share& share, const Shared& shared) {
+  const int splits = share.rows.params.splits;
+  wait_for_others(shared.all_received());
+  const auto of_blocks = [&](int row) {
+    return [&shared, row](int i) { return read_two(shared.received_statistics + (i * ROWS + row) * 8); };
+  };
+  float weights[MOST_SPLITS];
+  for (int i = threadIdx.x; i < share.count(); i += CONSUMER_THREADS) {
+    const float2 of_row = combine(weights, of_blocks(share.row(i)), splits);
+    const auto part = [&](int j) { return read_four(shared.received + (j * share.size + i) * 16); };
+    share.put(i, add_up(weights, part, splits), of_row);
   }
-  if (rows.params.logsumexp && rank == 0)
+  if (share.rank > 0 && share.rows.params.groups == 1) return;
+  for (int row = threadIdx.x; row < share.rows.count(); row += CONSUMER_THREADS)
+    share.put_statistics(row, combine(weights, of_blocks(row), splits));
+}
+
+// The last of the blocks with the same share, one in each cluster, adds up what all have left in the workspace.
+__device__ __forceinline__ void merge_groups(const Share& share, const Shared& shared) {
+  const Rows& rows = share.rows;
+  const int groups = rows.params.groups;
+  named_sync(NAMED_BARRIER, CONSUMER_THREADS);
+  if (threadIdx.x == 0) {
+    const int before = add_acquire_release(share.counter);
+    if (before == groups - 1) *share.counter = 0;  // as it was found
+    write_word(shared.warp_statistics, before);
+  }
+  named_sync(NAMED_BARRIER, CONSUMER_THREADS);
+  if (read_word(shared.warp_statistics) != groups - 1) return;
+  const auto of_groups = [&](int row) {
+    return [&share, row](int i) { return __ldcg(share.statistics + i * ROWS + row); };
+  };
+  float weights[MOST_GROUPS];
+  for (int i = threadIdx.x; i < share.count(); i += CONSUMER_THREADS) {
+    const float2 of_row = combine(weights, of_groups(share.row(i)), groups);
+    const auto part = [&](int j) { return __ldcg(share.parts + j * share.size + i); };
+    rows.write(share.row(i), share.column(i), add_up(weights, part, groups), of_row.y);
+  }
+  if (rows.params.logsumexp && share.rank == 0)
     for (int row = threadIdx.x; row < rows.count(); row += CONSUMER_THREADS)
-      rows.write_logsumexp(row, combine(shared.received_statistics + row * 8, splits));
+      rows.write_logsumexp(row, combine(weights, of_groups(row), groups));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(const __grid_constant__ TensorMap key_map,
@@ -375,11 +482,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(const
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
   if (shared.key % 1024) __trap();
-  const int splits = params.splits;
-  const int rank = blockIdx.x % splits, unit = blockIdx.x / splits;  // clusters are consecutive blocks
-  const Rows rows{params, unit / params.num_kv_heads, unit % params.num_kv_heads};
-  const int tiles = ceil_div(params.seqlen_k, BLOCK_N);
-  const int first = tiles * rank / splits, last = tiles * (rank + 1) / splits;
+  // The grid: (groups, each a cluster of splits; key heads; batches).
+  const int splits = params.splits, groups = params.groups;
+  const int rank = cluster_rank(), group = cluster_x();
+  const Rows rows{params, (int)blockIdx.z, (int)blockIdx.y};
+  const int part = group * splits + rank;
+  const int first = part * params.tiles_each + min(part, params.more);
+  const int last = first + params.tiles_each + (part < params.more);
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
   if (threadIdx.x == CONSUMER_THREADS) {
@@ -393,11 +502,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(const
       barrier_init(shared.v_full(stage), 1);
       barrier_init(shared.v_empty(stage), CONSUMERS);
     }
+    barrier_init(shared.all_received(), 1);
     barrier_init_fence();
   }
   if (threadIdx.x == CONSUMER_THREADS + 32) prefetch_map(value_map);
   __syncthreads();
-  if (splits > 1) cluster_arrive_relaxed();
+  if (splits > 1) cluster_arrive();
   wait_for_earlier_launches();
 
   if (warp == CONSUMERS) {
@@ -416,15 +526,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(const
     consume(rows, shared, Part(warp), first, last);
   }
   __syncwarp();
-  if (splits == 1) {
-    if (warp < CONSUMERS) merge_warps(rows, shared, 0, 1);
-    return;
+  const Share share(rows, rows.batch * params.num_kv_heads + rows.kv_head, rank, group);
+  if (splits > 1) {
+    if (threadIdx.x == 0)
+      barrier_arrive_expect(shared.all_received(), splits * (max(share.count(), 0) * 16 + rows.count() * 8));
+    cluster_wait();  // others' shared memory may be written once they have begun
   }
-  // Others' shared memory may be written once they have begun, and is theirs until they have read it.
-  cluster_wait();
-  if (warp < CONSUMERS) merge_warps(rows, shared, rank, splits);
-  __syncwarp();
-  cluster_arrive();
-  cluster_wait();
-  if (warp < CONSUMERS) merge_blocks(rows, shared, rank, splits);
+  if (warp >= CONSUMERS) return;
+  merge_warps(share, shared);
+  if (splits > 1) merge_blocks(share, shared);
+  if (groups > 1) merge_groups(share, shared);
 }

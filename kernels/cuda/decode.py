@@ -1,6 +1,6 @@
 """The host side of the Hopper decoding kernel, ``decode.cu``: which calls are its, what to compile, how to launch it.
 
-May import torch, ``nvrtc.py``, ``driver.py`` and this folder. Imported by ``forward.py``, whose plans are of two kinds,
+May import torch, ``nvrtc.py``, ``driver.py``, ``_torch.py`` and this folder. Imported by ``forward.py``, whose plans are of two kinds,
 and by the warm-up.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ... import driver, nvrtc
+from ... import _torch, driver, nvrtc
 from .. import KernelUnavailable, launch_counts
 from . import decode_tiles
 from .decode_tiles import DecodeTile
@@ -26,7 +26,7 @@ MAX_QUERIES = 16
 launch_counts.setdefault(ENTRY, 0)
 
 _LOG2E = math.log2(math.e)
-_MAX_BLOCKS = 2**31 - 1
+_MAX_GRID_YZ = 65535
 
 
 class DecodeParams(ctypes.Structure):
@@ -36,6 +36,8 @@ class DecodeParams(ctypes.Structure):
         ("query", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("logsumexp", ctypes.c_void_p),  # float32 [B, H, Sq], or null
+        ("workspace", ctypes.c_void_p),  # float32, and int32 zeros, left as zeros: where several clusters share keys
+        ("counters", ctypes.c_void_p),
         ("query_stride_batch", ctypes.c_int64),  # in elements, as all strides
         ("query_stride_head", ctypes.c_int64),
         ("query_stride_row", ctypes.c_int64),
@@ -49,7 +51,11 @@ class DecodeParams(ctypes.Structure):
         ("head_dim", ctypes.c_int32),  # the tensors' own, where HEAD_DIM is the next multiple of 16
         ("head_dim_v", ctypes.c_int32),
         ("splits", ctypes.c_int32),
+        ("groups", ctypes.c_int32),
+        ("tiles_each", ctypes.c_int32),  # key tiles of each block of a batch's key head; the first `more` have one more
+        ("more", ctypes.c_int32),
         ("softmax_scale_log2", ctypes.c_float),
+        ("unused", ctypes.c_int32),
     ]
 
 
@@ -101,28 +107,37 @@ class DecodeSpecialisation(NamedTuple):
             raise KernelUnavailable(str(error)) from error
 
 
-def takes(seqlen_q: int, queries_per_kv: int, is_causal: bool) -> bool:
+def takes(batch: int, kv_heads: int, seqlen_q: int, queries_per_kv: int, is_causal: bool) -> bool:
     """Is a call without a mask this kernel's, where the copy engine can walk its tensors?
 
     A causal call is not: its mask is top-left aligned, so that so few queries see next to nothing.
     """
-    return seqlen_q <= MAX_QUERIES and seqlen_q * queries_per_kv <= decode_tiles.MAX_ROWS and not is_causal
+    few = seqlen_q <= MAX_QUERIES and seqlen_q * queries_per_kv <= decode_tiles.MAX_ROWS
+    return few and not is_causal and max(batch, kv_heads) <= _MAX_GRID_YZ
 
 
 def suits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> bool:
     """The same of tensors."""
     kv_heads = 1 if key.stride(1) == 0 and value.stride(1) == 0 else key.size(1)
-    return takes(query.size(2), query.size(1) // kv_heads, is_causal)
+    return takes(query.size(0), kv_heads, query.size(2), query.size(1) // kv_heads, is_causal)
+
+
+class Chosen(NamedTuple):
+    """How a call is run: what to compile, blocks of a cluster, clusters that share the keys of a batch's key head."""
+
+    specialisation: DecodeSpecialisation
+    splits: int
+    groups: int
 
 
 def specialise(
     head_dim: int, head_dim_v: int, dtype: torch.dtype, *, units: int, rows: int, seqlen_k: int, num_sms: int
-) -> tuple[DecodeSpecialisation, int]:
-    """The specialisation that runs a call of these sizes, and its splits; arguments as of ``decode_tiles.choose``."""
+) -> Chosen:
+    """How a call of these sizes is run; arguments as of ``decode_tiles.choose``."""
     padded, padded_v = (-(-size // 16) * 16 for size in (head_dim, head_dim_v))
     # In steps of 16, so that a growing cache asks anew for every sixteenth length only.
-    tile, splits = decode_tiles.choose(padded, padded_v, units, rows, -(-seqlen_k // 16) * 16, num_sms)
-    return DecodeSpecialisation(padded, padded_v, dtype == torch.bfloat16, tile), splits
+    tile, splits, groups = decode_tiles.choose(padded, padded_v, units, rows, -(-seqlen_k // 16) * 16, num_sms)
+    return Chosen(DecodeSpecialisation(padded, padded_v, dtype == torch.bfloat16, tile), splits, groups)
 
 
 class _Frame:
@@ -141,12 +156,12 @@ class _Frame:
 class DecodePlan:
     """The forward of all calls with these shapes, strides, dtype and scale on one device; only pointers are free.
 
-    chosen: (specialisation, splits) in the place of what ``specialise`` says, for those who compare. Raises
-    KernelUnavailable when it is made; torch.OutOfMemoryError where the GPU has no room for the kernel's code.
+    chosen: what to do instead of what ``specialise`` says, for those who compare. Raises KernelUnavailable when it is
+    made; torch.OutOfMemoryError where the GPU has no room for the kernel's code.
     """
 
-    __slots__ = ("_attributes", "_config", "_device_index", "_frames", "_function", "_maps", "_params",
-                 "specialisation", "splits")  # fmt: skip
+    __slots__ = ("_attributes", "_config", "_counters", "_device_index", "_frames", "_function", "_maps", "_params",
+                 "_workspace", "chosen")  # fmt: skip
 
     def __init__(
         self,
@@ -156,7 +171,7 @@ class DecodePlan:
         out: torch.Tensor,
         softmax_scale: float,
         num_sms: int,
-        chosen: tuple[DecodeSpecialisation, int] | None = None,
+        chosen: Chosen | None = None,
     ) -> None:
         """As of ``forward.plan``, which has seen to it that the copy engine can walk the tensors."""
         batch, heads, seqlen_q, head_dim = query.shape
@@ -168,23 +183,22 @@ class DecodePlan:
         kv_heads = key.size(1)
         group = heads // kv_heads
         units = batch * kv_heads
-        spec, splits = chosen or specialise(
+        chosen = chosen or specialise(
             head_dim, head_dim_v, query.dtype, units=units, rows=seqlen_q * group, seqlen_k=seqlen_k, num_sms=num_sms
         )
-        self.specialisation = spec
-        if units * splits > _MAX_BLOCKS:
-            raise KernelUnavailable(f"{units} batches and heads are more than 32 bits count")
+        spec = chosen.specialisation
         try:
             self._function = ctypes.c_void_p(driver.load_function(spec.compile(), ENTRY, index, spec.shared_bytes))
-            rows = spec.tile.block_n
+            block_n = spec.tile.block_n
             self._maps = [
-                driver.TensorMaps(t.dtype, t.shape, t.stride(), rows, t.data_ptr(), index) for t in (key, value)
+                driver.TensorMaps(t.dtype, t.shape, t.stride(), block_n, t.data_ptr(), index) for t in (key, value)
             ]
             with torch.cuda.device(index):
                 driver.allow_large_clusters(self._function)
-                self._configure(units, splits)
+                self._configure(kv_heads, batch, chosen)
         except (driver.DriverError, OSError) as error:
             raise KernelUnavailable(f"{ENTRY}: {error}") from error
+        tiles_each, more = divmod(-(-seqlen_k // block_n), self.chosen.splits * self.chosen.groups)
         self._params = DecodeParams(
             query_stride_batch=query.stride(0),
             query_stride_head=query.stride(1),
@@ -198,21 +212,29 @@ class DecodePlan:
             seqlen_k=seqlen_k,
             head_dim=head_dim,
             head_dim_v=head_dim_v,
-            splits=self.splits,
+            splits=self.chosen.splits,
+            groups=self.chosen.groups,
+            tiles_each=tiles_each,
+            more=more,
             softmax_scale_log2=softmax_scale * _LOG2E,
         )
         self._frames: list[_Frame] = []
+        # In numbers and in bytes; none where no clusters share keys.
+        results = units * self.chosen.splits * self.chosen.groups if self.chosen.groups > 1 else 0
+        fours = -(-seqlen_q * group * spec.head_dim_v // 4 // self.chosen.splits)
+        self._workspace = results * (4 * fours + 2 * 16 * spec.tile.row_tiles)
+        self._counters = 4 * units * self.chosen.splits if results else 0
 
-    def _configure(self, units: int, splits: int) -> None:
+    def _configure(self, kv_heads: int, batch: int, chosen: Chosen) -> None:
         """The launch, in clusters that the device, which may be a slice of a GPU, has room for."""
-        spec = self.specialisation
+        spec, splits, groups = chosen
         while True:
             self._attributes = driver.cluster_attributes(splits)
             self._config = driver.LaunchConfig(
-                (units * splits, 1, 1), (spec.tile.num_threads, 1, 1), spec.shared_bytes, None,
+                (splits * groups, kv_heads, batch), (spec.tile.num_threads, 1, 1), spec.shared_bytes, None,
                 ctypes.addressof(self._attributes), len(self._attributes),
             )  # fmt: skip
-            self.splits = splits
+            self.chosen = Chosen(spec, splits, groups)
             if splits == 1 or driver.max_active_clusters(self._function, self._config):
                 return
             splits //= 2
@@ -236,8 +258,13 @@ class DecodePlan:
         params.query, params.out = query.data_ptr(), out.data_ptr()
         params.logsumexp = None if logsumexp is None else logsumexp.data_ptr()
         launch_counts[ENTRY] += 1
+        stream = driver.current_stream(index)
+        workspace = None  # until the launch is under way
+        if self._workspace:
+            workspace = _torch.empty_float32(query, (self._workspace,), (1,))
+            params.workspace, params.counters = workspace.data_ptr(), driver.counters(index, stream, self._counters)
         try:
-            driver.launch(frame.config, self._function, frame.arguments, index, driver.current_stream(index))
+            driver.launch(frame.config, self._function, frame.arguments, index, stream)
         except driver.DriverError as error:
             if error.is_refusal:
                 raise KernelUnavailable(f"{ENTRY}: {error}") from error

@@ -13,6 +13,8 @@ MAX_ROWS = 64
 """Query rows of a key head: so many are packed into one block."""
 SPLITS = (1, 2, 4, 8, 16)
 """Blocks of a cluster; 16 is the most that Hopper has."""
+GROUPS = (1, 2, 4, 8, 16)
+"""Clusters that share the keys of a batch's key head."""
 SHARED_MEMORY = 227 << 10
 _MOST_OF_TWO = 113 << 10
 """Shared memory of a block where two share a multiprocessor."""
@@ -47,7 +49,7 @@ class DecodeTile:
         rows = 16 * self.row_tiles
         received = (rows * head_dim_v // 4 + SPLITS[-1]) * 16
         statistics = (SPLITS[-1] + self.key_warps) * rows * 8
-        barriers = 16 * (self.k_stages + self.v_stages)
+        barriers = 16 * (self.k_stages + self.v_stages) + 8
         return self.ring_bytes(head_dim, head_dim_v) + received + statistics + barriers
 
 
@@ -83,53 +85,60 @@ def variants(head_dim: int, head_dim_v: int, rows: int) -> tuple[DecodeTile, ...
 # What `choose` weighs, in microseconds and bytes; an H200's, but choices depend on their ratios alone.
 _RATE = 32.5 * 1024
 """Bytes per microsecond of one multiprocessor's share of the memory."""
-_FASTEST = 100 * 1024
+_FASTEST = 56 * 1024
 """The same of what one multiprocessor can take alone."""
 _LATENCY = 1.0
 """Until bytes that were asked for are there, while all ask."""
 _START = 1.1
 _LATER_START = 0.5
 """Which part of it is left where other blocks run beside it."""
-_MERGE = 0.6
+_MERGE, _MERGE_OF_GROUPS = 0.6, 1.5
+"""Within a cluster; of several clusters, by the last."""
 _ACTIVE = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
 """Clusters of so many blocks that 132 multiprocessors run at a time, one block each: they come in groups of 16 or 18."""
 
 
 def estimate(
-    tile: DecodeTile, splits: int, units: int, key_tiles: int, head_dim: int, head_dim_v: int, num_sms: int
+    tile: DecodeTile, splits: int, groups: int, units: int, key_tiles: int, head_dim: int, head_dim_v: int, num_sms: int
 ) -> float:
-    """Microseconds of a call beside what is the same for all choices; arguments as of ``choose``."""
-    active = max(1, _ACTIVE[splits] * num_sms // 132) * tile.blocks
-    tile_bytes = 2 * tile.block_n * (head_dim + head_dim_v)
-    own = tile_bytes * -(-key_tiles // splits)  # of the block with the most tiles
+    """Microseconds of a call beside what is the same for all choices; arguments as of ``choose``.
+
+    Waves of clusters. In each, a block takes its share of the memory's rate, or what its own bytes on their way or its
+    multiprocessor allow.
+    """
+    alone = max(1, _ACTIVE[splits] * num_sms // 132)  # clusters that share no multiprocessor
+    active = alone * tile.blocks
+    own = 2 * tile.block_n * (head_dim + head_dim_v) * -(-key_tiles // (splits * groups))  # of the longest block
     ring = tile.ring_bytes(head_dim, head_dim_v)
 
     def wave(clusters: int) -> float:
         blocks = clusters * splits
-        together = max(1.0, blocks / num_sms)  # on one multiprocessor
-        rate = min(_RATE * num_sms / blocks, ring / _LATENCY, _FASTEST / math.ceil(together))
-        return own / rate
+        together = math.ceil(clusters / alone)
+        return own / min(_RATE * num_sms / blocks, ring / _LATENCY, _FASTEST / together)
 
-    waves, rest = divmod(units, active)
-    time = _START + (waves + (rest > 0) - 1) * _START * _LATER_START / tile.blocks
+    waves, rest = divmod(units * groups, active)
+    time = _START + (waves + (rest > 0) - 1) * _LATER_START / tile.blocks
     time += waves * wave(active) + (wave(rest) if rest else 0.0)
-    return time + (_MERGE if splits > 1 else 0.0)
+    return time + (_MERGE if splits > 1 else 0.0) + (_MERGE_OF_GROUPS if groups > 1 else 0.0)
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(
     head_dim: int, head_dim_v: int, units: int, rows: int, seqlen_k: int, num_sms: int
-) -> tuple[DecodeTile, int]:
-    """(tile, splits) of the least estimate; head dimensions in multiples of 16.
+) -> tuple[DecodeTile, int, int]:
+    """(tile, splits, groups) of the least estimate; head dimensions in multiples of 16.
 
     units: batches times key heads; rows: query rows of each, at most MAX_ROWS.
     """
-    choices = []
+    best, least = None, math.inf
     for tile in variants(head_dim, head_dim_v, rows):
         key_tiles = -(-seqlen_k // tile.block_n)
         for splits in SPLITS:
-            if splits <= key_tiles:
-                time = estimate(tile, splits, units, key_tiles, head_dim, head_dim_v, num_sms)
-                choices.append((time, tile, splits))
-    _, tile, splits = min(choices, key=lambda choice: choice[0])
-    return tile, splits
+            for groups in GROUPS:
+                if splits * groups > key_tiles or (groups > 1 and units * splits * groups > 2 * num_sms):
+                    continue
+                time = estimate(tile, splits, groups, units, key_tiles, head_dim, head_dim_v, num_sms)
+                if time < least:
+                    best, least = (tile, splits, groups), time
+    assert best is not None
+    return best
