@@ -31,10 +31,10 @@ __device__ __forceinline__ uint32_t map_to_rank(uint32_t address, int rank) {
 }
 // Writes to a block of the cluster, and counts the bytes on an mbarrier of the same block.
 __device__ __forceinline__ void send_four(uint32_t address, uint32_t barrier, const float4& x) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(
-                   address),
-               "r"(barrier), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
-               : "memory");
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(address),
+      "r"(barrier), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+      : "memory");
 }
 __device__ __forceinline__ void send_two(uint32_t address, uint32_t barrier, const float2& x) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];" ::"r"(address),

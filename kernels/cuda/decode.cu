@@ -99,6 +99,12 @@ __device__ __forceinline__ float2 read_two(uint32_t address) {
 __device__ __forceinline__ void write_two(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
+// Volatile: not to be moved above the wait for earlier launches, which may have written there.
+__device__ __forceinline__ uint32_t load_word(const uint32_t* address) {
+  uint32_t word;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(word) : "l"(address));
+  return word;
+}
 // As load_matrices, each 8x8 matrix transposed.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -219,8 +225,8 @@ __device__ __forceinline__ void load_query(uint32_t (&query)[HEAD_DIM / 16][4], 
     const bool last = present && rows.params.head_dim == HEAD_DIM;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 16; ++i) {
-      query[i][half] = present ? __ldg(words + 8 * i) : 0;
-      query[i][2 + half] = (i + 1 < HEAD_DIM / 16 ? present : last) ? __ldg(words + 8 * i + 4) : 0;
+      query[i][half] = present ? load_word(words + 8 * i) : 0;
+      query[i][2 + half] = (i + 1 < HEAD_DIM / 16 ? present : last) ? load_word(words + 8 * i + 4) : 0;
     }
   }
 }
@@ -475,9 +481,9 @@ __device__ __forceinline__ void merge_groups(const Share& share, const Shared& s
       rows.write_logsumexp(row, combine(weights, of_groups(row), groups));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(const __grid_constant__ TensorMap key_map,
-                                                                           const __grid_constant__ TensorMap value_map,
-                                                                           const __grid_constant__ DecodeParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(
+    const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
+    const __grid_constant__ DecodeParams params) {
   // The swizzle counts from multiples of 1024 bytes.
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared((uint32_t)__cvta_generic_to_shared(memory));

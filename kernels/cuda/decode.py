@@ -1,7 +1,7 @@
 """The host side of the Hopper decoding kernel, ``decode.cu``: which calls are its, what to compile, how to launch it.
 
-May import torch, ``nvrtc.py``, ``driver.py``, ``_torch.py`` and this folder. Imported by ``forward.py``, whose plans are of two kinds,
-and by the warm-up.
+May import torch, ``nvrtc.py``, ``driver.py``, ``_torch.py`` and this folder. Imported by ``forward.py``, whose plans
+are of two kinds, and by the warm-up.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ SPLITS = (1, 2, 4, 8, 16)
 GROUPS = (1, 2, 4, 8, 16)
 """Clusters that share the keys of a batch's key head."""
 SHARED_MEMORY = 227 << 10
-_MOST_OF_TWO = 113 << 10
-"""Shared memory of a block where two share a multiprocessor."""
+_MOST_STAGES = 24
+_MOST_OF_TWO, _MOST_OF_ONE = 110 << 10, 216 << 10
+"""Shared memory of a block where two share a multiprocessor, and of one alone."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class DecodeTile:
         return self.ring_bytes(head_dim, head_dim_v) + received + statistics + barriers
 
 
+def _stages(tile: DecodeTile) -> int:
+    return tile.k_stages
+
+
 def _boxes(head_dim: int) -> int:
     return -(-head_dim // 64) * 64
 
@@ -65,20 +70,14 @@ def variants(head_dim: int, head_dim_v: int, rows: int) -> tuple[DecodeTile, ...
     row_tiles = 1 if rows <= 16 else 2 if rows <= 32 else 4
     widest = max(head_dim, head_dim_v)
     found = []
-    for blocks in (2, 1):
-        # The output's registers, HEAD_DIM_V / 2 of each thread, allow for so many consumer warps.
+    for blocks, most in ((2, _MOST_OF_TWO), (1, _MOST_OF_ONE)):
+        # The output's registers, head_dim_v / 2 of each thread, allow for so many consumer warps.
         if blocks == 2 and (widest > 128 or row_tiles > 1):
             continue
-        warps = 4 if blocks == 2 or widest > 128 or row_tiles == 1 else 8
-        key_warps = warps // row_tiles
-        block_n = 128 if widest <= 64 and row_tiles == 1 else 64 if row_tiles < 4 or widest <= 128 else 32
-        most = _MOST_OF_TWO if blocks == 2 else SHARED_MEMORY
-        stages = 1
-        while DecodeTile(row_tiles, key_warps, block_n, stages + 1, stages + 1, blocks).shared_bytes(
-            head_dim, head_dim_v
-        ) <= min(most, 110 << 10 if blocks == 2 else 216 << 10):
-            stages += 1
-        found.append(DecodeTile(row_tiles, key_warps, block_n, stages, stages, blocks))
+        key_warps = (4 if widest > 128 or row_tiles == 1 else 8) // row_tiles
+        block_n = 128 if widest <= 64 and row_tiles == 1 else 32 if widest > 128 and row_tiles == 4 else 64
+        tiles = [DecodeTile(row_tiles, key_warps, block_n, stages, stages, blocks) for stages in range(1, _MOST_STAGES)]
+        found.append(max(filter(lambda tile: tile.shared_bytes(head_dim, head_dim_v) <= most, tiles), key=_stages))
     return tuple(found)
 
 
@@ -95,7 +94,7 @@ _LATER_START = 0.5
 _MERGE, _MERGE_OF_GROUPS = 0.6, 1.5
 """Within a cluster; of several clusters, by the last."""
 _ACTIVE = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
-"""Clusters of so many blocks that 132 multiprocessors run at a time, one block each: they come in groups of 16 or 18."""
+"""Clusters of so many blocks that 132 multiprocessors, in groups of 16 or 18, run at a time, one block each."""
 
 
 def estimate(
