@@ -332,9 +332,9 @@ def cluster_attributes(size: int) -> Any:
     The launch may begin before what was launched before it has ended: the kernel waits for that by itself.
     """
     attributes = (_Attribute * 2)()
-    attributes[0].id, attributes[0].value[0] = _PROGRAMMATIC_STREAM_SERIALIZATION, 1
-    attributes[1].id = _CLUSTER_DIMENSION
-    attributes[1].value[0:3] = [size, 1, 1]
+    attributes[0].id = _CLUSTER_DIMENSION
+    attributes[0].value[0:3] = [size, 1, 1]
+    attributes[1].id, attributes[1].value[0] = _PROGRAMMATIC_STREAM_SERIALIZATION, 1
     return attributes
 
 
@@ -345,8 +345,13 @@ def allow_large_clusters(function: Any) -> None:
 
 
 def max_active_clusters(function: Any, config: LaunchConfig) -> int:
-    """How many clusters of such a launch the current device runs at a time; 0 where it has no room for one."""
+    """How many clusters of such a launch the current device runs at a time; 0 where it has no room for one.
+
+    config: with cluster_attributes, of which only the first is of interest here.
+    """
     found = ctypes.c_int(0)
+    config = LaunchConfig.from_buffer_copy(config)
+    config.num_attributes = 1
     code = _library().cuOccupancyMaxActiveClusters(ctypes.byref(found), function, ctypes.byref(config))
     return 0 if code else found.value
 

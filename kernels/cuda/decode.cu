@@ -536,6 +536,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(
   if (splits > 1) {
     if (threadIdx.x == 0)
       barrier_arrive_expect(shared.all_received(), splits * (max(share.count(), 0) * 16 + rows.count() * 8));
+    __syncwarp();
     cluster_wait();  // others' shared memory may be written once they have begun
   }
   if (warp >= CONSUMERS) return;
