@@ -19,7 +19,7 @@ import torch
 
 from ... import driver, nvrtc
 from .. import KernelUnavailable, launch_counts
-from . import dropout, masks, tiles
+from . import decode, dropout, masks, tiles
 from .dropout import DropoutParams
 from .masks import MaskParams
 from .tiles import Tile
@@ -438,13 +438,25 @@ def walkable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> boo
 
 _MAX_PLANS = 4096
 # A plan that cannot be made stays so: compiling is not tried again with every call.
-_plans: dict[tuple, Plan | KernelUnavailable] = {}
+_plans: dict[tuple, Plan | decode.DecodePlan | KernelUnavailable] = {}
+
+
+def _make_plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p) -> Plan | decode.DecodePlan:
+    if mask is not None or dropout_p > 0.0 or not decode.suits(query, key, value, is_causal):
+        return Plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p)
+    refusal = _refusal(query, key, value, None, is_causal, softmax_scale, 0.0)
+    if refusal:
+        raise KernelUnavailable(refusal)
+    return decode.DecodePlan(query, key, value, out, softmax_scale, _device(query.device.index)[1])
 
 
 def plan(
     query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None, dropout_p: float = 0.0
-) -> Plan:
-    """The plan of a call, kept for the next one like it. Raises what making it raises."""
+) -> Plan | decode.DecodePlan:
+    """The plan of a call, kept for the next one like it: of few queries the decoding kernel's.
+
+    Raises what making it raises.
+    """
     key_of_plan = (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), out.stride(), query.dtype,
         write_lse, is_causal, softmax_scale, query.get_device(), dropout_p,
@@ -454,7 +466,7 @@ def plan(
     found = _plans.get(key_of_plan)
     if found is None:
         try:
-            found = Plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p)
+            found = _make_plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p)
         except KernelUnavailable as error:
             found = error
         if len(_plans) >= _MAX_PLANS:
