@@ -65,9 +65,9 @@ class Entry:
     """What the hooks need to know about one key.
 
     decision: routing's answer. taken: it is not stock. run: what to call for a taken call that needs no change of rank
-    or batch, else None. simple: no gradient is needed. ends_in: for a simple call that stays stock's, "flash", "cudnn"
-    or "efficient" if PyTorch passes the arguments to that kernel as they are, else None. kernel: that kernel, which
-    the call hook puts there.
+    or batch, else None. simple: no gradient is needed. ends_in: for a call that stays stock's, "flash", "cudnn" or
+    "efficient" if PyTorch passes the arguments to that kernel as they are, else None. kernel: that kernel, or that of
+    autograd around it, which the call hook puts there.
     """
 
     __slots__ = ("decision", "ends_in", "kernel", "run", "simple", "taken")
@@ -166,6 +166,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
             or _torch.is_functional_tensor(tensor)
             or tensor.is_neg()
             or tensor.is_conj()
+            or tensor._is_zerotensor()
         ):
             return False
     return True
@@ -278,7 +279,7 @@ def decide(
         if attn_mask is None or attn_mask.dim() <= 4:
             run = _runner(ops, decision.backend, problem.requires_grad)
     simple = not problem.requires_grad
-    ends_in = _passed_on_to(problem) if simple and decision.backend == "stock" and keep_as is not None else None
+    ends_in = _passed_on_to(problem) if decision.backend == "stock" and keep_as is not None else None
     result = Entry(decision, simple, run, ends_in)
     if keep_as is None:
         stats.register(decision, traced=True)
