@@ -174,7 +174,8 @@ def keyset(*keys: str) -> Any:
 
 def keys_after(key: str) -> Any:
     """The dispatch key set of what comes after this key. If the name goes: the kernel hook must use the backend's key,
-    and calls with gradients that are left to stock cost 5 µs more."""
+    and calls with gradients that are left to stock cost 5 µs more.
+    """
     return torch._C._dispatch_keyset_full_after(dispatch_key(key))
 
 
@@ -495,11 +496,12 @@ _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", No
 _current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 
-def empty_float32(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Uninitialised float32 memory on the device of `like`, which no dispatch mode sees: see `unobserved`.
+def allocator(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """A function (shape, strides, dtype) -> uninitialised tensor on the device of `like`, for calls at this moment.
 
-    The allocation that Inductor's generated code makes, without the dispatcher: 1 µs, where torch.empty with a dtype
-    and a device takes 4. If the name goes, torch.empty_strided does it; so too where torch fills new memory with NaN.
+    No dispatch mode sees what it makes: see `unobserved`. The allocation that Inductor's generated code makes, without
+    the dispatcher: 1 µs, where torch.empty with a dtype and a device takes 4. If the name goes, torch.empty_strided
+    does it; so too where torch fills new memory with NaN, and on another device than the current one.
     """
     if (
         _empty_strided_cuda is not None
@@ -507,8 +509,14 @@ def empty_float32(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
         and _current_device() == like.get_device()
         and not deterministic_enabled()
     ):
-        return _empty_strided_cuda(shape, strides, torch.float32)
-    return torch.empty_strided(shape, strides, dtype=torch.float32, device=like.device)
+        return _empty_strided_cuda
+    device = like.device
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def empty_float32(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Uninitialised float32 memory, by `allocator`."""
+    return allocator(like)(shape, strides, torch.float32)
 
 
 def unobserved(tensor: Tensor) -> bool:

@@ -12,7 +12,6 @@ new needs that in `signature` and `settings`, or it will be answered for another
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -276,7 +275,8 @@ def decide(
     ):
         from . import ops
 
-        if attn_mask is None or attn_mask.dim() <= 4:
+        # What is being traced, and has no key, comes with other tensors each time.
+        if (attn_mask is None or attn_mask.dim() <= 4) and (keep_as is not None or decision.backend == "triton"):
             run = _runner(ops, decision.backend, problem.requires_grad)
     simple = not problem.requires_grad
     ends_in = _passed_on_to(problem) if decision.backend == "stock" and keep_as is not None else None
@@ -300,9 +300,7 @@ def keep(entry: Entry, keep_as: tuple[Any, ...]) -> Entry:
 
 
 def _runner(ops: Any, backend: str, requires_grad: bool) -> Callable[..., Any]:
-    if backend == "triton":
-        return ops.run
-    return functools.partial(ops.run, backend=backend) if requires_grad else ops.HopperInference()
+    return ops.run if backend == "triton" else ops.HopperRun(requires_grad)
 
 
 def _passed_on_to(problem: Any) -> str | None:

@@ -19,6 +19,7 @@ import torch
 
 from ... import driver, nvrtc
 from .. import KernelUnavailable, launch_counts
+from ..mask_strides import strides_of
 from . import masks, tiles
 from .masks import MaskParams
 from .tiles import Tile
@@ -190,19 +191,6 @@ def _refusal(query, key, value, mask, is_causal: bool, softmax_scale: float) -> 
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 
-class _Frame:
-    """One set of launch arguments, in use by one thread at a time: only stream and pointers change."""
-
-    __slots__ = ("arguments", "config", "params", "pointers")
-
-    def __init__(self, config: driver.LaunchConfig, params: ForwardParams) -> None:
-        self.config = driver.LaunchConfig.from_buffer_copy(config)
-        self.params = ForwardParams.from_buffer_copy(params)
-        self.pointers = (ctypes.c_void_p * 5)()
-        self.pointers[4] = ctypes.addressof(self.params)
-        self.arguments = ctypes.c_void_p(ctypes.addressof(self.pointers))
-
-
 class Plan:
     """The forward of all calls with these shapes, strides, dtype and scale on one device; only pointers are free.
 
@@ -235,7 +223,7 @@ class Plan:
                 seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=batch * heads, num_sms=num_sms,
             )  # fmt: skip
         else:
-            per_key = masks.strides_of(mask, scores_shape)[2] == 0
+            per_key = strides_of(mask, scores_shape)[2] == 0
             spec = specialise_masked(head_dim, head_dim_v, query.dtype, per_key, write_lse)
         self.specialisation = spec
         self._counted = is_causal or mask is not None
@@ -277,7 +265,7 @@ class Plan:
         self._config = driver.LaunchConfig(
             (min(num_sms, num_tiles), 1, 1), (tile.num_threads, 1, 1), spec.shared_bytes, None, None, 0
         )
-        self._frames: list[_Frame] = []
+        self._frames: list[driver.Frame] = []
 
     def __call__(self, query, key, value, out, logsumexp, mask=None) -> None:
         """Launch on the current stream of the tensors' device."""
@@ -295,7 +283,7 @@ class Plan:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = _Frame(self._config, self._params)
+            frame = driver.Frame([self._config], self._params, 4)
         pointers, params = frame.pointers, frame.params
         pointers[0], pointers[1], pointers[2], pointers[3] = query_map[0], key_map[0], value_map[0], out_map[0]
         params.out = out_pointer
@@ -308,7 +296,7 @@ class Plan:
                 lists = self._lists.make(mask, index, stream)
                 params.mask.mask, params.mask.lists = mask.data_ptr(), lists.data_ptr()
             launch_counts[ENTRY] += 1
-            driver.launch(frame.config, self._function, frame.arguments, index, stream)
+            driver.launch(frame.configs[0], self._function, frame.arguments, index, stream)
         except driver.DriverError as error:
             if error.is_refusal:
                 raise KernelUnavailable(f"{ENTRY}: {error}") from error

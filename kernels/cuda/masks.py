@@ -13,6 +13,7 @@ import torch
 
 from ... import driver
 from .. import launch_counts
+from ..mask_strides import strides_of
 from .tiles import Tile
 
 ENTRY = "flash_mask_lists"
@@ -54,14 +55,6 @@ class ListParams(ctypes.Structure):
     ]
 
 
-def strides_of(mask: torch.Tensor, scores_shape: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """The strides of a mask of rank 4, 0 where it is broadcast to scores [B, H, Sq, Sk], by its size or by expand()."""
-    return tuple(
-        0 if size == 1 and wanted != 1 else stride
-        for size, wanted, stride in zip(mask.shape, scores_shape, mask.stride(), strict=True)
-    )
-
-
 def access_of(mask: torch.Tensor, strides: tuple[int, ...], seqlen_k: int) -> int:
     """How 16 keys of a row can be read: at once, as words of four bytes, or one by one."""
     if strides[3] != 1 and seqlen_k > 1:
@@ -78,18 +71,6 @@ def list_bytes(seqlen_k: int) -> int:
 
 def _empty(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty((size,), dtype=torch.int32, device=device)
-
-
-class _Frame:
-    """One set of launch arguments, in use by one thread at a time."""
-
-    __slots__ = ("arguments", "config", "params", "pointers")
-
-    def __init__(self, config: driver.LaunchConfig, params: ListParams) -> None:
-        self.config = driver.LaunchConfig.from_buffer_copy(config)
-        self.params = ListParams.from_buffer_copy(params)
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
-        self.arguments = ctypes.c_void_p(ctypes.addressof(self.pointers))
 
 
 class KeyLists:
@@ -129,7 +110,7 @@ class KeyLists:
         )
         grid = (batches * heads * q_tiles, 1, 1)
         self._config = driver.LaunchConfig(grid, (THREADS, 1, 1), list_bytes(seqlen_k), None, None, 0)
-        self._frames: list[_Frame] = []
+        self._frames: list[driver.Frame] = []
 
     def make(self, mask: torch.Tensor, device_index: int, stream: int) -> torch.Tensor:
         """New lists, int32, filled by a launch on this stream, the current one of the current device.
@@ -140,9 +121,9 @@ class KeyLists:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = _Frame(self._config, self._params)
+            frame = driver.Frame([self._config], self._params)
         frame.params.mask.mask, frame.params.mask.lists = mask.data_ptr(), lists.data_ptr()
         launch_counts[ENTRY] += 1
-        driver.launch(frame.config, self._function, frame.arguments, device_index, stream)
+        driver.launch(frame.configs[0], self._function, frame.arguments, device_index, stream)
         self._frames.append(frame)
         return lists
