@@ -499,6 +499,8 @@ _current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 def allocator(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
     """A function (shape, strides, dtype) -> uninitialised tensor on the device of `like`, for calls at this moment.
 
+    shape and strides: plain tuples, no torch.Size.
+
     No dispatch mode sees what it makes: see `unobserved`. The allocation that Inductor's generated code makes, without
     the dispatcher: 1 µs, where torch.empty with a dtype and a device takes 4. If the name goes, torch.empty_strided
     does it; so too where torch fills new memory with NaN, and on another device than the current one.

@@ -184,7 +184,7 @@ class TensorMaps:
 
     __slots__ = ("_device_index", "_maps", "_template")
 
-    CAPACITY = 64
+    CAPACITY = 256
 
     def __init__(
         self,

@@ -440,7 +440,7 @@ class Repeat:
         """grads: of query (or None), key and value; wanted: which of query, key and value the caller asked for."""
         self._plan = plan
         self._wanted = wanted
-        self._grads = [None if grad is None else (grad.shape, grad.stride(), grad.dtype) for grad in grads]
+        self._grads = [None if grad is None else ((*grad.shape,), grad.stride(), grad.dtype) for grad in grads]
 
     def __call__(self, grad_out, query, key, value, out, logsumexp) -> tuple[torch.Tensor | None, ...]:
         """The gradients of query, key and value, None for those not asked for."""
