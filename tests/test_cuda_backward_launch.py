@@ -15,6 +15,7 @@ from test_nvrtc import FakeDriver, install_fake_driver
 from torch_flashbackend import driver, nvrtc, ops, precompile
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import backward, dropout, forward, masks, tiles
+from torch_flashbackend.plans import Recent
 from torch_flashbackend.problem import Problem
 
 MEMORY = 1 << 30
@@ -40,20 +41,13 @@ def cuda(monkeypatch):
     monkeypatch.setattr(nvrtc, "compile", compile)
     monkeypatch.setattr(driver, "launch", launch)
     monkeypatch.setattr(driver, "counters", lambda index, stream: 4096)
-    # The workspace: at a known address, its size kept.
-    empty = torch.empty
 
-    def allocate(*size, **options):
-        if (
-            options.get("dtype") is torch.float32
-            and "device" in options
-            and isinstance(options["device"], SimpleNamespace)
-        ):
-            fake.workspace = size[0]
-            return SimpleNamespace(data_ptr=lambda: MEMORY)
-        return empty(*size, **options)
+    def allocate(like, floats):
+        """The workspace: at a known address, its size kept."""
+        fake.workspace = floats
+        return SimpleNamespace(data_ptr=lambda: MEMORY)
 
-    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(backward, "_allocate", allocate)
     return fake
 
 
@@ -286,8 +280,9 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
             grad.fill_(3.0)
 
     hopper = SimpleNamespace(
-        backward=fake, suits=backward.suits, sums_fit=backward.sums_fit, extras_fit=backward.extras_fit
-    )
+        backward=fake, suits=backward.suits, sums_fit=backward.sums_fit, extras_fit=backward.extras_fit,
+        recent=Recent(), Repeat=backward.Repeat,
+    )  # fmt: skip
     monkeypatch.setattr(backward, "MAX_EXTRAS_HEAD_DIM", options.get("max_extras_head_dim", 128))
     monkeypatch.setattr(backward, "MAX_SUM_ROWS", options.get("max_rows", 5))
     monkeypatch.setattr(ops, "_hopper_backward", lambda: hopper)

@@ -24,6 +24,7 @@ from .nvrtc import Binary
 
 __all__ = [
     "DriverError",
+    "Frame",
     "LaunchConfig",
     "TensorMaps",
     "allow_large_clusters",
@@ -189,7 +190,7 @@ class TensorMaps:
 
     __slots__ = ("_device_index", "_maps", "_template")
 
-    CAPACITY = 64
+    CAPACITY = 256
 
     def __init__(
         self,
@@ -357,6 +358,27 @@ def max_active_clusters(function: Any, config: LaunchConfig) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------- launch
+
+
+class Frame:
+    """Launch arguments of kernels that share their last parameter, in use by one thread at a time.
+
+    Only streams, `pointers` and fields of `params` change from call to call. pointers: first the addresses of as many
+    tensor maps as the kernels have, then that of params. arguments: what `launch` takes for a kernel with all of these;
+    only_params: for one with the last alone.
+    """
+
+    __slots__ = ("arguments", "configs", "only_params", "params", "pointers")
+
+    def __init__(self, configs: Sequence[LaunchConfig], params: ctypes.Structure, num_maps: int = 0) -> None:
+        """Copies configs and params."""
+        self.configs = [LaunchConfig.from_buffer_copy(config) for config in configs]
+        self.params: Any = type(params).from_buffer_copy(params)
+        self.pointers = (_Pointer * (num_maps + 1))()
+        self.pointers[num_maps] = ctypes.addressof(self.params)
+        start = ctypes.addressof(self.pointers)
+        self.arguments = _Pointer(start)
+        self.only_params = _Pointer(start + num_maps * ctypes.sizeof(_Pointer))
 
 
 def launch(config: Any, function: Any, arguments: Any, device_index: int, stream: int) -> None:

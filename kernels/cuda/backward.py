@@ -1,6 +1,7 @@
 """The host side of the Hopper backward kernels: what to compile for a call, and how to launch it.
 
-May import torch, ``nvrtc.py``, ``driver.py`` and this folder. Imported by ``torch_flashbackend.ops`` and the warm-up.
+May import torch, ``nvrtc.py``, ``driver.py``, ``plans.py``, ``_torch.py`` and this folder. Imported by
+``torch_flashbackend.ops`` and the warm-up.
 
 As ``forward.py``: a ``Specialisation``, a ``Plan`` for tensors of these shapes and strides, and the launches, which
 patch pointers in. Three kernels in one binary: they prepare, compute, and finish the query's gradient. The second is
@@ -18,7 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from ... import driver, nvrtc
+from ... import _torch, driver, nvrtc
+from ...plans import Recent
 from .. import KernelUnavailable, launch_counts
 from . import dropout, forward, masks, tiles
 from .tiles import BackwardTile
@@ -287,22 +289,6 @@ def _refusal(
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 
-class _Frame:
-    """One set of launch arguments, in use by one thread at a time: only stream and pointers change."""
-
-    __slots__ = ("configs", "main", "params", "pointers", "single")
-
-    def __init__(self, configs: list[driver.LaunchConfig], params: BackwardParams) -> None:
-        self.configs = [driver.LaunchConfig.from_buffer_copy(config) for config in configs]
-        self.params = BackwardParams.from_buffer_copy(params)
-        self.pointers = (ctypes.c_void_p * 7)()
-        self.pointers[6] = ctypes.addressof(self.params)
-        start = ctypes.addressof(self.pointers)
-        self.main = ctypes.c_void_p(start)
-        # The other kernels' only argument.
-        self.single = ctypes.c_void_p(start + 6 * ctypes.sizeof(ctypes.c_void_p))
-
-
 class Plan:
     """The backward of all calls with these shapes, strides, dtype and scale on one device; only pointers are free.
 
@@ -312,6 +298,7 @@ class Plan:
 
     __slots__ = (
         "_configs",
+        "_counted",
         "_device_index",
         "_dropout",
         "_frames",
@@ -418,7 +405,8 @@ class Plan:
             driver.LaunchConfig((grid, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
             driver.LaunchConfig((all_q_tiles, 1, 1), (128 * tile.num_warpgroups, 1, 1), 0, None, None, 0),
         ]
-        self._frames: list[_Frame] = []
+        self._counted = spec.in_order or tile.persistent
+        self._frames: list[driver.Frame] = []
 
     def __call__(
         self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask=None, seed=None
@@ -428,16 +416,21 @@ class Plan:
         if driver.current_device() != index:
             with torch.cuda.device(index):
                 return self(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed)
-        workspace = torch.empty(self._workspace_floats, dtype=torch.float32, device=query.device)
+        workspace = _allocate(query, self._workspace_floats)
         # These stay referenced until the driver has copied them.
-        maps = [
-            tensor_map.get(tensor.data_ptr())
-            for tensor_map, tensor in zip(self._maps, (query, key, value, grad_out, grad_key, grad_value), strict=True)
-        ]
+        query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map = self._maps
+        maps = (
+            query_map.get(query.data_ptr()),
+            key_map.get(key.data_ptr()),
+            value_map.get(value.data_ptr()),
+            grad_out_map.get(grad_out.data_ptr()),
+            grad_key_map.get(grad_key.data_ptr()),
+            grad_value_map.get(grad_value.data_ptr()),
+        )
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = _Frame(self._configs, self._params)
+            frame = driver.Frame(self._configs, self._params, len(maps))
         pointers, params = frame.pointers, frame.params
         for position, (address, _) in enumerate(maps):
             pointers[position] = address
@@ -445,12 +438,12 @@ class Plan:
         params.out = out.data_ptr()
         params.grad_out = grad_out.data_ptr()
         params.logsumexp = logsumexp.data_ptr()
-        params.grad_query = None if grad_query is None else grad_query.data_ptr()
-        params.statistics = params.grad_query if self._statistics_in_gradient else start
+        grad_query_pointer = params.grad_query = None if grad_query is None else grad_query.data_ptr()
+        params.statistics = grad_query_pointer if self._statistics_in_gradient else start
         params.sums = start + 4 * self._sums_at
         params.semaphores = start + 4 * self._semaphores_at
         stream = driver.current_stream(index)
-        if self.specialisation.in_order or self.specialisation.tile.persistent:
+        if self._counted:
             params.counters = driver.counters(index, stream)
         if self._mask is not None:
             lists = self._mask.make(mask, index, stream)
@@ -458,17 +451,25 @@ class Plan:
         if self._dropout is not None:
             table = self._dropout.make(seed, index, stream)
             params.dropout.keys = table.data_ptr()
-        count = 2 if grad_query is None else 3
-        launches = zip(ENTRIES, self._functions, frame.configs, (frame.single, frame.main, frame.single), strict=True)
-        for entry, function, config, arguments in list(launches)[:count]:
-            launch_counts[entry] += 1
-            try:
-                driver.launch(config, function, arguments, index, stream)
-            except driver.DriverError as error:
-                if error.is_refusal and entry == PREPARE:
-                    raise KernelUnavailable(f"{entry}: {error}") from error
-                raise
+        prepare, main, finish = self._functions
+        prepare_config, main_config, finish_config = frame.configs
+        launch_counts[PREPARE] += 1
+        try:
+            driver.launch(prepare_config, prepare, frame.only_params, index, stream)
+        except driver.DriverError as error:
+            if error.is_refusal:
+                raise KernelUnavailable(f"{PREPARE}: {error}") from error
+            raise
+        launch_counts[MAIN] += 1
+        driver.launch(main_config, main, frame.arguments, index, stream)
+        if grad_query is not None:
+            launch_counts[FINISH] += 1
+            driver.launch(finish_config, finish, frame.only_params, index, stream)
         self._frames.append(frame)
+
+
+def _allocate(like: torch.Tensor, floats: int) -> torch.Tensor:
+    return _torch.empty_float32(like, (floats,), (1,))
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
@@ -507,7 +508,7 @@ _plans: dict[tuple, Plan | KernelUnavailable] = {}
 def backward(
     grad_out, query, key, value, out, logsumexp, is_causal, softmax_scale, grad_query, grad_key, grad_value,
     deterministic, mask=None, dropout_p=0.0, dropout_seed=None,
-) -> None:  # fmt: skip
+) -> Plan:  # fmt: skip
     """Fill grad_query (unless None), grad_key and grad_value, of their tensors' shapes, the last dimension dense.
 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], out and grad_out
@@ -537,7 +538,36 @@ def backward(
     if isinstance(found, KernelUnavailable):
         raise KernelUnavailable(str(found))
     found(*tensors, mask, dropout_seed)
+    return found
+
+
+class Repeat:
+    """A backward and the gradients that it fills, once more for tensors that differ in their addresses alone."""
+
+    __slots__ = ("_grads", "_plan", "_wanted")
+
+    def __init__(self, plan: Plan, grads: tuple[torch.Tensor | None, ...], wanted: tuple[bool, ...]) -> None:
+        """grads: of query (or None), key and value; wanted: which of query, key and value the caller asked for."""
+        self._plan = plan
+        self._wanted = wanted
+        self._grads = [None if grad is None else ((*grad.shape,), grad.stride(), grad.dtype) for grad in grads]
+
+    def __call__(self, grad_out, query, key, value, out, logsumexp) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of query, key and value, None for those not asked for."""
+        empty = _torch.allocator(query)
+        of_query, of_key, of_value = self._grads
+        grad_query = None if of_query is None else empty(*of_query)
+        grad_key, grad_value = empty(*of_key), empty(*of_value)
+        self._plan(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value)
+        _, key_wanted, value_wanted = self._wanted
+        return grad_query, grad_key if key_wanted else None, grad_value if value_wanted else None
+
+
+# Backwards of late, by (is_causal, scale, which gradients are asked for, deterministic) and the tensors (grad_out,
+# query, key, value, out, logsumexp). Whoever finds one here need not ask `suits`.
+recent = Recent()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_plans.clear)
+    os.register_at_fork(after_in_child=recent.clear)

@@ -54,7 +54,6 @@ static_assert(BIAS_COLUMNS % BOX_COLUMNS == 0);
 
 constexpr int FIRST_TURN = 1;  // named barriers
 
-
 struct Shared {
   uint32_t stages, bias, barriers;
   __device__ explicit Shared(uint32_t base)

@@ -184,19 +184,6 @@ def aligned(*tensors: torch.Tensor) -> bool:
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 
-class _Frame:
-    """One set of launch arguments, in use by one thread at a time: only stream and pointers change."""
-
-    __slots__ = ("arguments", "config", "params", "pointers")
-
-    def __init__(self, config: driver.LaunchConfig, params: BiasParams) -> None:
-        self.config = driver.LaunchConfig.from_buffer_copy(config)
-        self.params = BiasParams.from_buffer_copy(params)
-        self.pointers = (ctypes.c_void_p * 7)()
-        self.pointers[6] = ctypes.addressof(self.params)
-        self.arguments = ctypes.c_void_p(ctypes.addressof(self.pointers))
-
-
 class Plan:
     """The bias's gradient of all calls with these shapes, strides, dtypes and scale on one device.
 
@@ -257,7 +244,7 @@ class Plan:
         self._config = driver.LaunchConfig(
             (min(num_sms, count), 1, 1), (tile.num_threads, 1, 1), spec.shared_bytes, None, None, 0
         )
-        self._frames: list[_Frame] = []
+        self._frames: list[driver.Frame] = []
 
     def __call__(self, grad_out, query, key, value, bias, logsumexp, delta, grad_bias) -> None:
         """Launch on the current stream of the tensors' device."""
@@ -273,7 +260,7 @@ class Plan:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = _Frame(self._config, self._params)
+            frame = driver.Frame([self._config], self._params, 6)
         for position, (address, _) in enumerate(maps):
             frame.pointers[position] = address
         params, start = frame.params, logsumexp.data_ptr()
@@ -281,7 +268,7 @@ class Plan:
         if self.specialisation.has_low:
             params.logsumexp_low = start + 4 * logsumexp.stride(0)
         launch_counts[ENTRY] += 1
-        driver.launch(frame.config, self._function, frame.arguments, index, driver.current_stream(index))
+        driver.launch(frame.configs[0], self._function, frame.arguments, index, driver.current_stream(index))
         self._frames.append(frame)
 
 

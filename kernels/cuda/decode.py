@@ -140,19 +140,6 @@ def specialise(
     return Chosen(DecodeSpecialisation(padded, padded_v, dtype == torch.bfloat16, tile), splits, groups)
 
 
-class _Frame:
-    """One set of launch arguments, in use by one thread at a time: only stream and pointers change."""
-
-    __slots__ = ("arguments", "config", "params", "pointers")
-
-    def __init__(self, config: driver.LaunchConfig, params: DecodeParams) -> None:
-        self.config = driver.LaunchConfig.from_buffer_copy(config)
-        self.params = DecodeParams.from_buffer_copy(params)
-        self.pointers = (ctypes.c_void_p * 3)()
-        self.pointers[2] = ctypes.addressof(self.params)
-        self.arguments = ctypes.c_void_p(ctypes.addressof(self.pointers))
-
-
 class DecodePlan:
     """The forward of all calls with these shapes, strides, dtype and scale on one device; only pointers are free.
 
@@ -218,7 +205,7 @@ class DecodePlan:
             more=more,
             softmax_scale_log2=softmax_scale * _LOG2E,
         )
-        self._frames: list[_Frame] = []
+        self._frames: list[driver.Frame] = []
         # In numbers and in bytes; none where no clusters share keys.
         results = units * self.chosen.splits * self.chosen.groups if self.chosen.groups > 1 else 0
         fours = -(-seqlen_q * group * spec.head_dim_v // 4 // self.chosen.splits)
@@ -252,7 +239,7 @@ class DecodePlan:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = _Frame(self._config, self._params)
+            frame = driver.Frame([self._config], self._params, 2)
         pointers, params = frame.pointers, frame.params
         pointers[0], pointers[1] = key_map[0], value_map[0]
         params.query, params.out = query.data_ptr(), out.data_ptr()
@@ -264,7 +251,7 @@ class DecodePlan:
             workspace = _torch.empty_float32(query, (self._workspace,), (1,))
             params.workspace, params.counters = workspace.data_ptr(), driver.counters(index, stream, self._counters)
         try:
-            driver.launch(frame.config, self._function, frame.arguments, index, stream)
+            driver.launch(frame.configs[0], self._function, frame.arguments, index, stream)
         except driver.DriverError as error:
             if error.is_refusal:
                 raise KernelUnavailable(f"{ENTRY}: {error}") from error

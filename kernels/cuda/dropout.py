@@ -50,18 +50,6 @@ def _empty(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty((size,), dtype=torch.int32, device=device)
 
 
-class _Frame:
-    """One set of launch arguments, in use by one thread at a time."""
-
-    __slots__ = ("arguments", "config", "params", "pointers")
-
-    def __init__(self, config: driver.LaunchConfig, params: DropoutKeysParams) -> None:
-        self.config = driver.LaunchConfig.from_buffer_copy(config)
-        self.params = DropoutKeysParams.from_buffer_copy(params)
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
-        self.arguments = ctypes.c_void_p(ctypes.addressof(self.pointers))
-
-
 class Keys:
     """The tables of calls of one shape: int32, [batch * heads, rows + columns] in one dimension.
 
@@ -79,7 +67,7 @@ class Keys:
         self._size = batch_heads * (rows + columns)
         self._params = DropoutKeysParams(rows=rows, columns=columns)
         self._config = driver.LaunchConfig((self._size // PITCH, 1, 1), (PITCH, 1, 1), 0, None, None, 0)
-        self._frames: list[_Frame] = []
+        self._frames: list[driver.Frame] = []
 
     def make(self, seed: torch.Tensor, device_index: int, stream: int) -> torch.Tensor:
         """A new table for a seed, int64 [1], by a launch on this stream, the current one of the current device.
@@ -90,9 +78,9 @@ class Keys:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = _Frame(self._config, self._params)
+            frame = driver.Frame([self._config], self._params)
         frame.params.keys, frame.params.seed = keys.data_ptr(), seed.data_ptr()
         launch_counts[ENTRY] += 1
-        driver.launch(frame.config, self._function, frame.arguments, device_index, stream)
+        driver.launch(frame.configs[0], self._function, frame.arguments, device_index, stream)
         self._frames.append(frame)
         return keys

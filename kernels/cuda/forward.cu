@@ -844,12 +844,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
                                                                        const __grid_constant__ TensorMap key_map,
                                                                        const __grid_constant__ TensorMap value_map,
                                                                        const __grid_constant__ TensorMap out_map,
-                                                                       const __grid_constant__ ForwardParams params
 #if BIAS_BYTES
-                                                                       ,
-                                                                       const __grid_constant__ TensorMap bias_map
+                                                                       const __grid_constant__ TensorMap bias_map,
 #endif
-) {
+                                                                       const __grid_constant__ ForwardParams params) {
 #if !BIAS_BYTES
   const TensorMap& bias_map = query_map;  // unused
 #endif

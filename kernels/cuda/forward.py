@@ -19,6 +19,7 @@ import torch
 
 from ... import driver, nvrtc
 from .. import KernelUnavailable, launch_counts
+from ..mask_strides import strides_of
 from . import decode, dropout, masks, tiles
 from .dropout import DropoutParams
 from .masks import MaskParams
@@ -232,19 +233,6 @@ def _refusal(query, key, value, mask, is_causal: bool, softmax_scale: float, dro
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 
-class _Frame:
-    """One set of launch arguments, in use by one thread at a time: only stream and pointers change."""
-
-    __slots__ = ("arguments", "config", "params", "pointers")
-
-    def __init__(self, config: driver.LaunchConfig, params: ForwardParams) -> None:
-        self.config = driver.LaunchConfig.from_buffer_copy(config)
-        self.params = ForwardParams.from_buffer_copy(params)
-        self.pointers = (ctypes.c_void_p * 6)()
-        self.pointers[4] = ctypes.addressof(self.params)
-        self.arguments = ctypes.c_void_p(ctypes.addressof(self.pointers))
-
-
 class Plan:
     """The forward of all calls with these shapes, strides, dtype and scale on one device; only pointers are free.
 
@@ -282,7 +270,7 @@ class Plan:
                 has_dropout=dropout_p > 0.0,
             )  # fmt: skip
         else:
-            per_key = masks.strides_of(mask, scores_shape)[2] == 0
+            per_key = strides_of(mask, scores_shape)[2] == 0
             spec = specialise_masked(head_dim, head_dim_v, query.dtype, per_key, write_lse, mask.dtype)
         self.specialisation = spec
         self._counted = is_causal or mask is not None
@@ -339,7 +327,7 @@ class Plan:
         self._config = driver.LaunchConfig(
             (min(num_sms, num_tiles), 1, 1), (tile.num_threads, 1, 1), spec.shared_bytes, None, None, 0
         )
-        self._frames: list[_Frame] = []
+        self._frames: list[driver.Frame] = []
 
     def __call__(self, query, key, value, out, logsumexp, mask=None, dropout_seed=None) -> None:
         """Launch on the current stream of the tensors' device."""
@@ -357,12 +345,12 @@ class Plan:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = _Frame(self._config, self._params)
+            frame = driver.Frame([self._config], self._params, 4 if self._bias_maps is None else 5)
         pointers, params = frame.pointers, frame.params
         pointers[0], pointers[1], pointers[2], pointers[3] = query_map[0], key_map[0], value_map[0], out_map[0]
         if self._bias_maps is not None:
             bias_map = self._bias_maps.get(mask.data_ptr())
-            pointers[5] = bias_map[0]
+            pointers[4] = bias_map[0]
         params.out = out_pointer
         params.logsumexp = None if logsumexp is None else logsumexp.data_ptr()
         stream = driver.current_stream(index)
@@ -376,7 +364,7 @@ class Plan:
                 keys = self._dropout_keys.make(dropout_seed, index, stream)
                 params.dropout.keys = keys.data_ptr()
             launch_counts[ENTRY] += 1
-            driver.launch(frame.config, self._function, frame.arguments, index, stream)
+            driver.launch(frame.configs[0], self._function, frame.arguments, index, stream)
         except driver.DriverError as error:
             if error.is_refusal:
                 raise KernelUnavailable(f"{ENTRY}: {error}") from error

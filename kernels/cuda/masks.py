@@ -16,6 +16,7 @@ import torch
 
 from ... import driver
 from .. import KernelUnavailable, launch_counts
+from ..mask_strides import strides_of
 from .tiles import BackwardTile, Tile
 
 ENTRY = "flash_mask_lists"
@@ -81,14 +82,6 @@ class BitsParams(ctypes.Structure):
     ]
 
 
-def strides_of(mask: torch.Tensor, scores_shape: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """The strides of a mask of rank 4, 0 where it is broadcast to scores [B, H, Sq, Sk], by its size or by expand()."""
-    return tuple(
-        0 if size == 1 and wanted != 1 else stride
-        for size, wanted, stride in zip(mask.shape, scores_shape, mask.stride(), strict=True)
-    )
-
-
 def unexpanded(strides: tuple[int, ...]) -> tuple[slice, ...]:
     """The index of what is in memory of a mask with these strides."""
     return tuple(slice(None if stride else 1) for stride in strides)
@@ -123,18 +116,6 @@ def list_bytes(seqlen_k: int, piece: int) -> int:
 
 def _empty(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty((size,), dtype=torch.int32, device=device)
-
-
-class _Frame:
-    """One set of launch arguments, in use by one thread at a time."""
-
-    __slots__ = ("arguments", "config", "params", "pointers")
-
-    def __init__(self, config: driver.LaunchConfig, params: ListParams) -> None:
-        self.config = driver.LaunchConfig.from_buffer_copy(config)
-        self.params = ListParams.from_buffer_copy(params)
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
-        self.arguments = ctypes.c_void_p(ctypes.addressof(self.pointers))
 
 
 class KeyLists:
@@ -175,7 +156,7 @@ class KeyLists:
         grid = (batches * heads * q_tiles, 1, 1)
         shared_bytes = list_bytes(seqlen_k, piece_of(mask.dtype))
         self._config = driver.LaunchConfig(grid, (THREADS, 1, 1), shared_bytes, None, None, 0)
-        self._frames: list[_Frame] = []
+        self._frames: list[driver.Frame] = []
 
     def make(self, mask: torch.Tensor, device_index: int, stream: int) -> torch.Tensor:
         """New lists, int32, filled by a launch on this stream, the current one of the current device.
@@ -186,24 +167,12 @@ class KeyLists:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = _Frame(self._config, self._params)
+            frame = driver.Frame([self._config], self._params)
         frame.params.mask.mask, frame.params.mask.lists = mask.data_ptr(), lists.data_ptr()
         launch_counts[ENTRY] += 1
-        driver.launch(frame.config, self._function, frame.arguments, device_index, stream)
+        driver.launch(frame.configs[0], self._function, frame.arguments, device_index, stream)
         self._frames.append(frame)
         return lists
-
-
-class _BitsFrame:
-    """One set of launch arguments of the backward's two kernels, in use by one thread at a time."""
-
-    __slots__ = ("arguments", "configs", "params", "pointers")
-
-    def __init__(self, configs: list[driver.LaunchConfig], params: BitsParams) -> None:
-        self.configs = [driver.LaunchConfig.from_buffer_copy(config) for config in configs]
-        self.params = BitsParams.from_buffer_copy(params)
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
-        self.arguments = ctypes.c_void_p(ctypes.addressof(self.pointers))
 
 
 class QueryLists:
@@ -262,7 +231,7 @@ class QueryLists:
             driver.LaunchConfig((count, 1, 1), (threads, 1, 1), 0, None, None, 0)
             for count, threads in zip(blocks, (2 * tile.block_n, 32 * _LIST_WARPS), strict=True)
         ]
-        self._frames: list[_BitsFrame] = []
+        self._frames: list[driver.Frame] = []
 
     def make(self, mask: torch.Tensor, device_index: int, stream: int) -> QueryListsMade:
         """New lists and bits, filled by launches on this stream, the current one of the current device.
@@ -274,7 +243,7 @@ class QueryLists:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = _BitsFrame(self._configs, self._params)
+            frame = driver.Frame(self._configs, self._params)
         params = frame.params
         params.mask.mask, params.mask.lists = mask.data_ptr(), start + 4 * self._lists_at
         params.bits, params.contents = start, start + 4 * self._contents_at

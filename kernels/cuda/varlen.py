@@ -31,7 +31,6 @@ from .forward import (
     ForwardParams,
     Specialisation,
     _device,
-    _Frame,
     _heads_per_group,
     _round_up,
     walkable,
@@ -148,7 +147,7 @@ class Plan:
         self._config = driver.LaunchConfig(
             (min(num_sms, num_tiles), 1, 1), (tile.num_threads, 1, 1), spec.shared_bytes, None, None, 0
         )
-        self._frames: list[_Frame] = []
+        self._frames: list[driver.Frame] = []
 
     def __call__(self, query, key, value, extras: Extras, out, logsumexp) -> None:
         """Launch on the current stream of the tensors' device."""
@@ -162,7 +161,7 @@ class Plan:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = _Frame(self._config, self._params)
+            frame = driver.Frame([self._config], self._params, 4)
         for place, (address, _) in enumerate(maps):
             frame.pointers[place] = address
         params = frame.params
@@ -171,7 +170,7 @@ class Plan:
         try:
             params.counters = driver.counters(index, stream)
             launch_counts[ENTRY] += 1
-            driver.launch(frame.config, self._function, frame.arguments, index, stream)
+            driver.launch(frame.configs[0], self._function, frame.arguments, index, stream)
         except driver.DriverError as error:
             if error.is_refusal:
                 raise KernelUnavailable(f"{ENTRY}: {error}") from error
@@ -280,7 +279,7 @@ class BackwardPlan:
             driver.LaunchConfig((blocks, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
             driver.LaunchConfig((q_blocks, 1, 1), (128 * tile.num_warpgroups, 1, 1), 0, None, None, 0),
         ]
-        self._frames: list[dense_backward._Frame] = []
+        self._frames: list[driver.Frame] = []
 
     def __call__(self, grad_out, query, key, value, extras, out, logsumexp, grad_query, grad_key, grad_value) -> None:
         """Launch on the current stream of the tensors' device."""
@@ -296,7 +295,7 @@ class BackwardPlan:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = dense_backward._Frame(self._configs, self._params)
+            frame = driver.Frame(self._configs, self._params, 6)
         for place, (address, _) in enumerate(maps):
             frame.pointers[place] = address
         params = frame.params
@@ -308,7 +307,7 @@ class BackwardPlan:
         params.sums = workspace.data_ptr() + 4 * self._statistics_floats
         stream = driver.current_stream(index)
         launches = zip(dense_backward.ENTRIES, self._functions, frame.configs,
-                       (frame.single, frame.main, frame.single), strict=True)  # fmt: skip
+                       (frame.only_params, frame.arguments, frame.only_params), strict=True)  # fmt: skip
         for entry, function, config, arguments in list(launches)[: 2 if grad_query is None else 3]:
             launch_counts[entry] += 1
             try:

@@ -1,8 +1,8 @@
 """From tensors to launches: the forward and the backward of attention on Triton kernels.
 
-May import torch, this folder and the plugin's ``_torch.py``. Imported by ``torch_flashbackend.ops``. Everything here is
-rank 4, [B, H, S, D], with all sizes positive; masks are [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1], never expanded
-in memory.
+May import torch, this folder and the plugin's ``_torch.py`` and ``plans.py``. Imported by ``torch_flashbackend.ops``.
+Everything here is rank 4, [B, H, S, D], with all sizes positive; masks are [B or 1, H or 1, seqlen_q or 1, seqlen_k or
+1], never expanded in memory.
 
 What a call needs beside its pointers is worked out once and kept in a plan, keyed by everything that it depends on.
 """
@@ -15,6 +15,8 @@ import math
 import torch
 
 from ... import _torch
+from ...plans import Plans
+from ..mask_strides import strides_of
 from . import backward as backward_kernels
 from . import dropout as dropout_kernels
 from . import forward as forward_kernels
@@ -29,64 +31,12 @@ from .tiles import Tile, choose, family
 
 MASK_NONE, MASK_BOOL, MASK_FLOAT = _NONE.value, _BOOL.value, _FLOAT.value
 _LOG2E = math.log2(math.e)
-_MAX_PLANS = 4096
-_MAX_RECENT = 16
 # Tensor cores cut off what they add up instead of rounding it. After as many rows that error is a tenth of bfloat16's
 # rounding, so longer sums are added up in parts; sums of up to four parts stay whole. A multiple of every tile.
 SUM_ROWS = 2**16
 
 
-class _Plans(dict):
-    """Plans by all that they depend on; before them those used last, for calls whose tensors are aligned to 16 bytes.
-
-    One look at all tensors of a backward from C++ costs 0.5 us, their signatures cost 8.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self._recent: tuple[tuple, ...] = ()
-        self._times: dict[tuple, int] = {}
-
-    def find(self, rest: tuple, tensors: tuple | list):
-        """The plan of a recent call like this one, or None. rest: what a plan depends on beside the tensors."""
-        for known, is_like, plan in self._recent:
-            if known == rest and is_like(*tensors):
-                for tensor in tensors:
-                    if tensor.data_ptr() & 15:
-                        return None
-                return plan
-        return None
-
-    def look_up(self, rest: tuple, tensors: tuple | list, make):
-        """The plan of any call, made where there is none; it becomes a recent one.
-
-        That costs 20 us, so of a plan made before only every eighth time: more calls may take turns than are recent.
-        """
-        key = (*map(_signature, tensors), *rest, tensors[0].device)
-        plan = self.get(key)
-        if plan is None:
-            if len(self) >= _MAX_PLANS:
-                self.clear()
-            plan = self[key] = make()
-        self._times[key] = times = self._times.get(key, -1) + 1
-        if times % 8 == 0 and not any(tensor.data_ptr() & 15 for tensor in tensors):
-            is_like = _torch.tensor_guard(tensors)
-            if is_like is not None:
-                self._recent = ((rest, is_like, plan), *self._recent[: _MAX_RECENT - 1])
-        return plan
-
-    def clear(self) -> None:
-        super().clear()
-        self._recent = ()
-        self._times.clear()
-
-
-_plans = _Plans()
-
-
-def _signature(tensor: torch.Tensor) -> tuple:
-    """What a plan depends on: sizes, strides, type and whether the pointer is aligned to 16 bytes."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15
+_plans = Plans()
 
 
 @functools.cache
@@ -143,12 +93,7 @@ class _Call:
 
         self.mask_strides, self.mask_divisor, self.mask_offset_type = (0, 0, 0, 0), 1, "i32"
         if mask is not None:
-            # A size-1 dimension that is broadcast is walked with stride 0.
-            full = (batch, heads, seqlen_q, self.seqlen_k)
-            self.mask_strides = tuple(
-                0 if size == 1 and wanted != 1 else stride
-                for size, wanted, stride in zip(mask.shape, full, mask.stride(), strict=True)
-            )
+            self.mask_strides = strides_of(mask, (batch, heads, seqlen_q, self.seqlen_k))
             if mask.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in self.mask_strides[:3]):
                 self.mask_divisor = 16
             # Rows and keys of the mask are counted from the start of the sequence, so the whole extent must fit.
