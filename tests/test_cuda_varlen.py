@@ -119,7 +119,7 @@ def test_parameters_of_a_backward(packed, monkeypatch):
     q_slots, k_slots = 1000 // block_m + 5, 1000 // block_n + 5
     assert (prepared, blocks, finished) == (4 * q_slots, 2 * k_slots, 4 * q_slots)
     assert (params.q_slots, params.k_tiles, params.entries) == (q_slots, k_slots, ENTRIES)
-    assert params.q_tiles == (1000 // 128 + 5) * 2
+    assert params.q_tiles == (1000 // 128 + 4) * 2
     assert (params.grad_key, params.grad_value, params.grad_query) == (21 << 20, 22 << 20, 20 << 20)
     assert (params.statistics, params.sums) == (params.grad_query, 0x8000)
     assert (params.grad_query_stride_row, params.grad_key_stride_row) == (4 * 128, 2 * 128)

@@ -120,6 +120,7 @@ struct Work {
 struct QueryTile {
   int64_t number;
   int batch, head, origin, first_row, seqlen_q;  // row i of the tile is origin + first_row + i in the tensors
+  bool sees_keys;                                // if not, it has no place in the workspace
 };
 // One for each block of the kernels that prepare and finish; of packed sequences some have no rows.
 __device__ __forceinline__ QueryTile query_tile_at(int block, const BackwardParams& params) {
@@ -133,6 +134,7 @@ __device__ __forceinline__ QueryTile query_tile_at(int block, const BackwardPara
   tile.first_row = first.x * BLOCK_M;
   tile.seqlen_q = first.z;
   tile.number = (int64_t)tile.head * params.q_tiles + second.w / BLOCK_M + first.x;
+  tile.sees_keys = second.x > 0;
 #else
   tile.number = block;
   tile.batch = block / params.q_tiles / params.num_heads;
@@ -140,6 +142,7 @@ __device__ __forceinline__ QueryTile query_tile_at(int block, const BackwardPara
   tile.origin = 0;
   tile.first_row = block % params.q_tiles * BLOCK_M;
   tile.seqlen_q = params.seqlen_q;
+  tile.sees_keys = true;
 #endif
   return tile;
 }
@@ -473,8 +476,8 @@ extern "C" __global__ void
 // One block for each query tile of each head. Eight lanes share a row.
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_prepare(
     const __grid_constant__ BackwardParams params) {
-  const auto [number, batch, head, origin, first_row, seqlen_q] = query_tile_at(blockIdx.x, params);
-  if (PACKED && seqlen_q == 0) return;
+  const auto [number, batch, head, origin, first_row, seqlen_q, sees_keys] = query_tile_at(blockIdx.x, params);
+  if (PACKED && (seqlen_q == 0 || !sees_keys)) return;
   const uint8_t* out =
       (const uint8_t*)params.out +
       2 * (batch * params.out_stride_batch + head * params.out_stride_head + origin * params.out_stride_row);
@@ -528,7 +531,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
 // One block for each query tile of each head; threads hold what they held in the main kernel.
 extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
     const __grid_constant__ BackwardParams params) {
-  const auto [number, batch, head, origin, tile_row, seqlen_q] = query_tile_at(blockIdx.x, params);
+  const auto [number, batch, head, origin, tile_row, seqlen_q, sees_keys] = query_tile_at(blockIdx.x, params);
   if (PACKED && seqlen_q == 0) return;
   const Piece piece(threadIdx.x / 128);
   const int lane = threadIdx.x % 32;
@@ -543,7 +546,7 @@ extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_fin
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (group + i < piece.groups) x = sums[(group + i) * 128];
+      if (group + i < piece.groups && (!PACKED || sees_keys)) x = sums[(group + i) * 128];
       words[0][i] = pack(x.x * params.softmax_scale, x.y * params.softmax_scale);
       words[1][i] = pack(x.z * params.softmax_scale, x.w * params.softmax_scale);
     }

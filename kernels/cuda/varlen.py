@@ -224,10 +224,11 @@ class BackwardPlan:
         self._schedule = call.schedule(options, extras, tile.block_m, tile.block_n)
         q_slots, k_slots = self._schedule.query_slots, self._schedule.key_slots
         blocks, q_blocks = k_slots * kv_heads, q_slots * heads
-        # How many query tiles of a head there may be: sequences begin at multiples of the alignment.
+        # How many query tiles of a head there may be: sequences begin at multiples of the alignment. Rows that see no
+        # key, and with them those behind the last sequence, have no place.
         alignment = STATISTICS_ALIGNMENT.value
         assert alignment % tile.block_m == 0
-        q_tiles = (total_q // alignment + call.num_sequences + 1) * (alignment // tile.block_m)
+        q_tiles = (total_q // alignment + call.num_sequences) * (alignment // tile.block_m)
         if max(heads * q_tiles, blocks) > _MAX_TILES:
             raise KernelUnavailable(f"{max(heads * q_tiles, blocks)} tiles are more than 32 bits count")
         # As in dense calls, the statistics lie where the query's gradient is written last.
