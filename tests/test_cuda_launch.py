@@ -85,12 +85,12 @@ def call(batch=2, heads=4, kv_heads=2, seqlen_q=300, seqlen_k=500, head_dim=72, 
     return query, key, value, out, logsumexp
 
 
-def launched(cuda):
+def launched(cuda, num_maps=4):
     """(addresses that the four tensor maps hold, the parameters) of the last launch."""
-    pointers = (ctypes.c_uint64 * 5).from_address(cuda.arguments)
+    pointers = (ctypes.c_uint64 * (num_maps + 1)).from_address(cuda.arguments)
     maps = [ctypes.c_uint64.from_address(pointers[i]).value for i in range(4)]
     return maps, forward.ForwardParams.from_buffer_copy(
-        ctypes.string_at(pointers[4], ctypes.sizeof(forward.ForwardParams))
+        ctypes.string_at(pointers[num_maps], ctypes.sizeof(forward.ForwardParams))
     )
 
 
@@ -482,11 +482,11 @@ def test_parameters_of_a_launch_with_a_float_mask(masked, shape, dtype):
     assert expected.items() <= defines.items()
     # The mask's own map: what it has in memory, in boxes of 128 bytes a row.
     pointers = (ctypes.c_uint64 * 6).from_address(masked.arguments)
-    assert ctypes.c_uint64.from_address(pointers[5]).value == mask.data_ptr()
+    assert ctypes.c_uint64.from_address(pointers[4]).value == mask.data_ptr()
     encoded = masked.encodings[-5]
     assert list(encoded[3]) == [512, shape[2], shape[1], shape[0]]
     assert list(encoded[5]) == [128 // size, 1 if per_key else tile.block_m, 1, 1]
-    _, params = launched(masked)
+    _, params = launched(masked, 5)
     assert params.softmax_scale == pytest.approx(0.25)
     # Tiles of all batches of a head come next to each other where they share its mask.
     assert params.batch_first == (shape[0] == 1)

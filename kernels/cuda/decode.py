@@ -226,8 +226,8 @@ class DecodePlan:
                 return
             splits //= 2
 
-    def __call__(self, query, key, value, out, logsumexp, mask=None) -> None:
-        """Launch on the current stream of the tensors' device. mask: there is none, as of forward.py's plans."""
+    def __call__(self, query, key, value, out, logsumexp, mask=None, dropout_seed=None) -> None:
+        """Launch on the current stream of the tensors' device. mask, dropout_seed: None, as of forward.py's plans."""
         index = self._device_index
         if driver.current_device() != index:
             with torch.cuda.device(index):
