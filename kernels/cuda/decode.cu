@@ -91,14 +91,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
 __device__ __forceinline__ float finite(float shift) {
   return shift == -INFINITY_F ? 0.0f : shift;
 }
-__device__ __forceinline__ float2 read_two(uint32_t address) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-  return x;
-}
-__device__ __forceinline__ void write_two(uint32_t address, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
-}
 // Volatile: not to be moved above the wait for earlier launches, which may have written there.
 __device__ __forceinline__ uint32_t load_word(const uint32_t* address) {
   uint32_t word;
