@@ -25,7 +25,7 @@ __device__ __forceinline__ void do_item(const Item& item, int warpgroup, bool le
     }
 #pragma unroll 1
     for (int tile = warpgroup; tile < count; tile += WARPGROUPS)
-      prepare_tile<128>(number + tile, shift, opaque(threadIdx.x % 128), params);
+      prepare_tile<128>(query_tile_at(number + tile, params), shift, opaque(threadIdx.x % 128), params);
     published();
     meet();
     if (leader) semaphore_add(done);
