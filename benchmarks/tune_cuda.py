@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness import Meter, Results, Run, environment
 from torch_flashbackend import driver, ops
-from torch_flashbackend.kernels.cuda import backward, tiles
+from torch_flashbackend.kernels.cuda import backward, forward, tiles
 from torch_flashbackend.kernels.cuda.tiles import BackwardTile
 
 TOKENS, WIDTH = 16384, 2048
@@ -57,22 +57,18 @@ def candidates(head_dim: int, deterministic: bool) -> list[BackwardTile]:
     change = dataclasses.replace
     if deterministic:
         return chosen[:1]
-    long, short = chosen[0], change(chosen[1], persistent=head_dim <= 128)
-    forms = [long, short]
-    one_kernel = {"fused": True, "recycle": True}
-    neighbours = [change(long, **one_kernel)]
-    if head_dim <= 128:
-        neighbours += [
-            change(short, fused=True, recycle=False),
-            change(short, **one_kernel),
-            change(short, fused=False, recycle=False, first_stores=True),
-        ]
-    if 64 < head_dim <= 128:
-        neighbours.append(change(long, **one_kernel, unstaged=True))
+    table = chosen[0]
+    fused = change(table, fused=True)
     if head_dim > 192:
-        paired = change(long, **one_kernel, paired=True, ds_stages=1)
-        neighbours += [paired, change(paired, multicast=True)]
-    return list(dict.fromkeys([*forms, *neighbours]))
+        paired = change(fused, recycle=True, paired=True, ds_stages=1)
+        return [table, fused, paired, change(paired, multicast=True)]
+    listed = [*chosen, fused]
+    if head_dim <= 128:
+        persistent = change(fused, persistent=True)
+        listed += [persistent, change(persistent, recycle=True)]
+    if 64 < head_dim <= 128:
+        listed.append(change(table, unstaged=True))
+    return list(dict.fromkeys(listed))
 
 
 def name_of(tile: BackwardTile) -> str:
@@ -93,6 +89,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
+        """With its problem's head_dim and mask."""
         mask, mode = "causal" if self.is_causal else "full", ", deterministic" if self.deterministic else ""
         return f"D={self.head_dim} {mask}{mode} {name_of(self.tile)}"
 
@@ -114,6 +111,36 @@ class Candidate:
             return str(error)[:300]
         lines = [line for line in log.splitlines() if "C75" in line or "warning" in line]
         return lines[0] if lines else None
+
+
+def compile_forwards(head_dims: list[int], lengths: list[int]) -> None:
+    """The forward kernels whose results the backwards are given, so that nothing is compiled while others are timed."""
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132
+    wanted = set()
+    for head_dim in head_dims:
+        heads = max(1, WIDTH // head_dim)
+        timed = [(max(1, TOKENS // length) * heads, length, length) for length in lengths]
+        for batch_heads, seqlen_q, seqlen_k in [(b * h, q, k) for b, h, _, q, k in CHECKED] + timed:
+            for is_causal in (False, True):
+                wanted.add(
+                    forward.specialise(
+                        head_dim, head_dim, torch.bfloat16, is_causal, True,
+                        seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=batch_heads, num_sms=num_sms,
+                    )
+                )  # fmt: skip
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(forward.Specialisation.compile, wanted))
+
+
+def line_of(row: dict[str, Any], best: int = 3) -> str:
+    """The row's rates in TFLOP/s: its best ones, and "*", what the table names. "DIFFERS": from the first candidate."""
+    ranked = sorted(row["tflops"].items(), key=lambda item: -item[1])
+    shown = ranked[:best] + [(name, rate) for name, rate in ranked[best:] if name in row["named"]]
+    parts = []
+    for name, rate in shown:
+        differs = " DIFFERS" if max(row["differences"].get(name, [0.0])) > LARGEST_ERROR else ""
+        parts.append(f"{'*' * (name in row['named'])}{rate:.0f} {name.split('x', 1)[-1].split(' ', 1)[-1]}{differs}")
+    return f"{row['problem']}: " + " | ".join(parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------- check
@@ -346,6 +373,7 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     head_dims = [int(text) for text in options.only.split(",")]
+    lengths = [int(text) for text in options.lengths.split(",")]
     listed = [
         Candidate(head_dim, is_causal, deterministic, tile)
         for head_dim in head_dims
@@ -365,22 +393,23 @@ def main() -> None:
             else:
                 usable.append(number)
     print(f"compiled {len(usable)} of {len(listed)} candidates in {time.monotonic() - began:.0f} s", flush=True)
+    compile_forwards(head_dims, lengths)
     if options.compile_only:
         return
     results = Results(Path(options.out), "tune_cuda", environment("cuda"), vars(options))
     checked = check_apart(usable, options)
     for number, result in sorted(checked.items()):
         errors = " ".join(f"{name} {error:.4f}" for name, error in result.get("errors", {}).items())
-        verdict = "right" if result["right"] else "WRONG"
         repeats = "" if result.get("repeats", True) else "DOES NOT REPEAT "
-        print(f"{verdict} {listed[number].name}: {repeats}{errors}{result.get('failed', '')}", flush=True)
+        if not result["right"]:
+            print(f"WRONG {listed[number].name}: {repeats}{errors}{result.get('failed', '')}", flush=True)
     results.add({"checked": [{"candidate": listed[n].name, **result} for n, result in sorted(checked.items())]})
     right = [listed[number] for number in usable if checked[number]["right"]]
     print(f"checked in {time.monotonic() - began:.0f} s: {len(right)} of {len(usable)} right", flush=True)
 
     meter = Meter("cuda", options.rounds)
     not_measured = []
-    for seqlen in (int(text) for text in options.lengths.split(",")):
+    for seqlen in lengths:
         for head_dim in head_dims:
             for is_causal in (False, True):
                 those = [c for c in right if (c.head_dim, c.is_causal) == (head_dim, is_causal)]
@@ -390,14 +419,8 @@ def main() -> None:
                     not_measured.append(f"D={head_dim} S={seqlen} causal={is_causal}")
                     continue
                 row = time_problem(head_dim, is_causal, seqlen, those, meter, options.peers.split(","))
-                ranked = sorted(row["tflops"].items(), key=lambda item: -item[1])
-                print(f"{row['problem']}:", flush=True)
-                for name, rate in ranked:
-                    differ = " ".join(f"{x:.0e}" for x in row["differences"].get(name, []))
-                    print(f"{'*' if name in row['named'] else ' '} {rate:6.1f} {name} [{differ}]", flush=True)
-                print(f"  deterministic / default time: {row.get('deterministic_time', float('nan')):.2f}")
-                kernels = ", ".join(f"{entry} {us:.0f} us" for entry, us in row["best_kernels_us"].items())
-                print(f"  best: {kernels}", flush=True)
+                kernels = ", ".join(f"{us:.0f}" for us in row["best_kernels_us"].values())
+                print(f"{line_of(row)} | best's kernels {kernels} us", flush=True)
                 results.add(row)
                 torch.cuda.empty_cache()
     if not_measured:

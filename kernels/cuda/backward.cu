@@ -125,13 +125,13 @@ constexpr int LISTENERS = 5 * CONSUMERS + 1;
 // An item's kind and index share a word; the host sees to it that indices are small enough.
 constexpr int KIND_SHIFT = 28;
 
-// The items of a block: the one given or, PERSISTENT, those that its loading thread has taken. By whole warps or single
-// threads. Calls visit(Work) for tiles of keys, other(Item) for the rest.
+// The items of a block: number `number` or, PERSISTENT, those that its loading thread has taken. By whole warps or
+// single threads. Calls visit(Work) for tiles of keys, other(Item) for the rest.
 template <class Visit, class Other>
-__device__ __forceinline__ void for_each_item(const Item& item, const BackwardParams& params, const Shared& shared,
+__device__ __forceinline__ void for_each_item(int number, const BackwardParams& params, const Shared& shared,
                                               const Visit& visit, const Other& other) {
   if constexpr (!PERSISTENT) {
-    visit(work_of(item, params));
+    visit(work_of(item_at(number, params), params));
   } else {
     const bool alone = threadIdx.x < 128;
 #pragma unroll 1
@@ -211,7 +211,7 @@ __device__ __forceinline__ void load_queries(const TensorMap& query_map, const T
 // gradients then.
 __device__ __forceinline__ void exchange_keys(const TensorMap& key_map, const TensorMap& value_map,
                                               const TensorMap& grad_key_map, const TensorMap& grad_value_map,
-                                              const Item& item, const BackwardParams& params, const Shared& shared) {
+                                              const BackwardParams& params, const Shared& shared) {
   uint32_t kv_phase = 1, grads_phase = 0;  // the places of keys and values are free at first
   Work before;
   before.k_tile = -1;
@@ -235,7 +235,7 @@ __device__ __forceinline__ void exchange_keys(const TensorMap& key_map, const Te
     if (before.k_tile >= 0) store();
     before = work;
   };
-  for_each_item(item, params, shared, visit, [](const Item&) {});
+  for_each_item(0, params, shared, visit, [](const Item&) {});
   if (before.k_tile >= 0) store();  // else other blocks have been faster
 }
 
@@ -661,11 +661,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     barrier_init_fence();
   }
   __syncthreads();
-  Item item{};
-  if (!PERSISTENT) item = item_at(block_number(shared.ticket, params), params);
-  if (FUSED && !PERSISTENT && item.kind != COMPUTE)
-    return do_item<CONSUMERS + 1>(item, uniform(threadIdx.x / 128), threadIdx.x == 0, params, [] { __syncthreads(); });
-  if (PACKED && work_of(item, params).keys(params) == 0) return;  // the list has room for other lengths
+  const int number = PERSISTENT ? 0 : block_number(shared.ticket, params);
+  if (FUSED && !PERSISTENT) {
+    const Item item = item_at(number, params);
+    if (item.kind != COMPUTE)
+      return do_item<CONSUMERS + 1>(item, uniform(threadIdx.x / 128), threadIdx.x == 0, params,
+                                    [] { __syncthreads(); });
+  }
+  // The list of packed sequences has room for other lengths.
+  if (PACKED && work_of(item_at(number, params), params).keys(params) == 0) return;
 
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();
@@ -676,22 +680,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
         give_work(params, shared,
                   [&](const Work& work) { load_queries(query_map, grad_out_map, work, params, shared, loaded); });
       else
-        produce(query_map, key_map, value_map, grad_out_map, work_of(item, params), params, shared);
+        produce(query_map, key_map, value_map, grad_out_map, work_of(item_at(number, params), params), params, shared);
     }
     if (threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) {
       uint32_t phase = 0;
       for_each_item(
-          item, params, shared, [&](const Work& work) { store_pieces(work, params, shared, warp - 1, phase); },
+          number, params, shared, [&](const Work& work) { store_pieces(work, params, shared, warp - 1, phase); },
           [](const Item&) {});
     }
     if (PERSISTENT && threadIdx.x == 96)
-      exchange_keys(key_map, value_map, grad_key_map, grad_value_map, item, params, shared);
+      exchange_keys(key_map, value_map, grad_key_map, grad_value_map, params, shared);
   } else {
     registers_claim<CONSUMER_REGISTERS>();
     Progress progress;
     const int warpgroup = uniform(threadIdx.x / 128) - 1;
     for_each_item(
-        item, params, shared,
+        number, params, shared,
         [&](const Work& work) { consume(grad_key_map, grad_value_map, work, params, shared, warpgroup, progress); },
         [&](const Item& other) {
           do_item<CONSUMERS>(other, warpgroup, threadIdx.x == 128, params,

@@ -606,10 +606,9 @@ struct FinishedPart {
     const Piece piece = piece_of(part);
     const int lane = thread % 32;
     const int first_row = tile.first_row + piece.first_row + thread / 32 * 16 + lane / 4;
-    uint8_t* grad_query =
-        (uint8_t*)params.grad_query +
-        2 * (tile.batch * params.grad_query_stride_batch + tile.head * params.grad_query_stride_head +
-             tile.origin * params.grad_query_stride_row);
+    uint8_t* grad_query = (uint8_t*)params.grad_query +
+                          2 * (tile.batch * params.grad_query_stride_batch + tile.head * params.grad_query_stride_head +
+                               tile.origin * params.grad_query_stride_row);
 #pragma unroll
     for (int four = 0; four < 8; four += 4) {
       uint32_t words[2][4];
@@ -641,8 +640,7 @@ __device__ __forceinline__ void finish_parts(int first, int end, int step, int s
     const int thread = opaque(threadIdx.x % 128);
     FinishedPart parts[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i)
-      parts[i].load(min(part + i * step, end - 1), sums_shift, thread, params);
+    for (int i = 0; i < AT_ONCE; ++i) parts[i].load(min(part + i * step, end - 1), sums_shift, thread, params);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) parts[i].store(min(part + i * step, end - 1), thread, params);
   }
