@@ -31,9 +31,6 @@ def specialisations():
             dtype = torch.bfloat16 if is_bf16 else torch.float16
             for query_rows in (SHORT, LONG):
                 found.append(backward.specialise(*dims, dtype, is_causal, deterministic, query_rows))
-    for number, size in enumerate((64, 72, 128)):
-        spec = backward.specialise(size, size, torch.bfloat16, bool(number % 2), False, LONG)
-        found += [spec._replace(is_packed=True, is_causal=is_causal) for is_causal in (False, True)]
         if max(dims) <= backward.MAX_EXTRAS_HEAD_DIM:
             for dtype in (torch.bfloat16, torch.float16) if ALL else [(torch.bfloat16, torch.float16)[number % 2]]:
                 ordered = not deterministic or max(dims) <= backward.MAX_ORDERED_MASK_HEAD_DIM
@@ -43,6 +40,9 @@ def specialisations():
                     found.append(backward.specialise(*dims, dtype, is_causal, deterministic, LONG, has_dropout=True))
                 if not deterministic:
                     found.append(backward.specialise(*dims, dtype, False, False, LONG, True, True))
+    for number, size in enumerate((64, 72, 128)):
+        spec = backward.specialise(size, size, torch.bfloat16, bool(number % 2), False, LONG)
+        found += [spec._replace(is_packed=True, is_causal=is_causal) for is_causal in (False, True)]
     return list(dict.fromkeys(found))
 
 
