@@ -489,12 +489,16 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   bool first_mixed;          // does the query tile begin with a mixed one?
   const uint8_t* mask_rows;  // the mask of the tile's batch and head
   int tile_row;              // first row of the tile, counted as its keys are
-  int tile_keys;             // how many keys the tile's sequence has, of packed ones
   bool accumulate = false;   // true once `out` holds a product of this query tile
   uint32_t row_key = 0;      // dropout's, of both rows of this thread
   uint32_t
       bits[DROPOUT ? BLOCK_N / 4 : 1];  // likewise, of the current key tile: [2 g + e] of column 8 g + 2 (lane % 4) + e
-  const auto seqlen_k = [&] { return PACKED ? tile_keys : params.seqlen_k; };
+#if PACKED
+  int tile_keys = 0;  // how many keys the tile's sequence has
+  const auto seqlen_k = [&] { return tile_keys; };
+#else
+  const auto seqlen_k = [&] { return params.seqlen_k; };
+#endif
 
   // Reads the next query tile, and passes over key tiles that none of the warpgroup's rows sees.
   const auto begin_tile = [&] {
