@@ -116,7 +116,7 @@ def float_mask(seen: Tensor, kind: str, dtype: torch.dtype, seed: int = 0) -> Te
 
 
 def expected_lists(mask: Tensor, block_m: int, block_n: int) -> list[list[int]]:
-    """[full, visited, full tiles ..., mixed tiles ...] of each query tile of a mask [rows, keys].
+    """[full, visited, full tiles ..., mixed tiles from the last ...] of each query tile of a mask [rows, keys].
 
     Columns of 16 bytes are hidden where they hold -inf alone or, where that hides, the lowest number alone; a column of
     both is visited.
@@ -132,7 +132,7 @@ def expected_lists(mask: Tensor, block_m: int, block_n: int) -> list[list[int]]:
             hidden |= ((padded == lowest) | ~inside).unflatten(1, (-1, piece)).all(2).all(0)
         full = (padded == 0.0).unflatten(1, (-1, block_n)).all(2).all(0)
         empty = hidden.unflatten(0, (-1, block_n // piece)).all(1)
-        listed = [*full.nonzero()[:, 0].tolist(), *(~full & ~empty).nonzero()[:, 0].tolist()]
+        listed = [*full.nonzero()[:, 0].tolist(), *(~full & ~empty).nonzero()[:, 0].flip(0).tolist()]
         found.append([int(full.sum()), max(len(listed), 1), *(listed or [0])])
     return found
 
