@@ -334,17 +334,21 @@ def test_a_captured_graph_lists_the_mask_of_each_replay(hopper, note):
         note(check(dict(zip(inputs, grads)), expect(call, grad_out), None, f"replay with {name}"))
 
 
-@pytest.mark.parametrize("name", ["causal", "padding"])
-def test_memory_is_at_most_stocks(plugin, hopper, name):
-    mask = pattern(name, 4096, 4096).expand(2, 1, -1, -1).contiguous()
+@pytest.mark.parametrize("rows", [1, 4096])
+def test_memory_beyond_stocks_is_float32_sums_and_bits(plugin, hopper, rows):
+    """PyTorch's kernel for masks has no sums of its own for the query's gradient, but a mask of 16 bits."""
+    mask = pattern("padding", 4096, 4096)[:, :, :rows].expand(2, 1, -1, -1).contiguous()
     leaves = [torch.randn(2, 16, 4096, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    grad_out = torch.randn_like(leaves[0])
+    sums, bits = 4 * leaves[0].numel(), 2 * 4096 * max(rows, 64) // 8
+    lists = 2 * 32 * 66 * 4 + 2 * 32 * 64
 
     def peak() -> int:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
-        torch.autograd.grad(out.sum(), leaves)
+        torch.autograd.grad(out, leaves, grad_out)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
@@ -354,7 +358,7 @@ def test_memory_is_at_most_stocks(plugin, hopper, name):
     plugin.enable()
     with hopper():
         peak()
-        assert peak() <= stock
+        assert peak() <= stock + sums + bits + lists + 4096
 
 
 # -------------------------------------------------------------------------------------------------------------- dropout
