@@ -101,10 +101,10 @@ class _Call:
             self.mask_offset_type = "i32" if extent < 2**31 else "i64"
 
         self.listed = mask is not None and self.worth_listing(query, mask)
-        # Tiles of the mask come by tensor maps too, with the sizes that it has in memory; a row for all queries
-        # does not.
+        # Tiles of the mask come by tensor maps too, with the sizes that it has in memory; a row for all queries or a
+        # column for all keys does not.
         self.mask_can_be_mapped = False
-        if mask is not None and self.mask_strides[2] != 0:
+        if mask is not None and self.mask_strides[2] != 0 and self.mask_strides[3] != 0:
             self.unexpanded_mask = mask[tuple(slice(None if stride else 1) for stride in self.mask_strides[:2])]
             self.mask_can_be_mapped = TensorMap.accepts(self.unexpanded_mask)
         self.constants = {
