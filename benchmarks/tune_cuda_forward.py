@@ -69,6 +69,7 @@ PROBLEMS = [
     Problem(4, 16, 4096, 72, False),
     Problem(32, 16, 512, 72, True),
     *(Problem(4, 16, 4096, head_dim, False) for head_dim in (88, 104, 120)),
+    *(Problem(4, 32, 4096, 32, is_causal) for is_causal in (True, False)),
     Problem(32, 32, 512, 64, True),
     Problem(16, 32, 1024, 64, True),
     Problem(32, 16, 512, 128, True),
@@ -86,6 +87,8 @@ PROBLEMS = [
 # Beside the table's, by head_dim and whether the call is causal.
 MORE: dict[tuple[int, bool], tuple[Tile, ...]] = {
     (64, False): (Tile(256, 64, 8, 3),),
+    (32, False): (Tile(256, 64, 8, 2),),
+    (32, True): (Tile(256, 64, 8, 3, False, rotate=True),),
     **{(head_dim, True): (Tile(192, 64, 3, 2, False, exact_value=True),) for head_dim in (88, 104, 120)},
     **{(head_dim, False): (Tile(192, 80, 2, 2, False, exact_value=True),) for head_dim in (88, 104, 120)},
 }
@@ -128,7 +131,7 @@ def time_problem(problem: Problem, meter: Meter) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--only", default="64,72,80,88,104,120,128", help="head dimensions")
+    parser.add_argument("--only", default="32,64,72,80,88,104,120,128", help="head dimensions")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--budget", type=float, default=25.0, help="seconds after which no further problem is begun")
     options = parser.parse_args()

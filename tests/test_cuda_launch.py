@@ -202,6 +202,7 @@ def test_tiles_fit_the_multiprocessor(head_dim, is_causal):
         (64, 512, 32, None),  # 64 tiles of 256 rows would leave half of them idle
         (64, 520, 1000, None),  # rows of a third tile that are not there
         (64, 256, 1000, None),  # not measured
+        (32, 4096, 64, None),
         (72, 4096, 64, 256),
         (72, 512, 512, 256),
         (72, 300, 2, None),

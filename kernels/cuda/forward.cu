@@ -33,10 +33,10 @@
 // 112 with four.
 //
 // Defined by the host (forward.py): HEAD_DIM (a multiple of 16), HEAD_DIM_V (one of 8), BLOCK_M, BLOCK_N, STAGES,
-// Q_STAGES, ROTATE (warpgroups exchange their rows with every query tile), IS_CAUSAL, MASKED, PACKED, BIAS_BYTES (of an element of a float mask, or 0), BIAS_PER_KEY (it has one row for all
-// queries), BIAS_STAGES (tiles of it in flight), DROPOUT, EARLY (what mask or dropout need of a tile is made before its
-// scores are waited for, which ptxas would not do by itself), IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at
-// the matrix unit).
+// Q_STAGES, ROTATE (warpgroups exchange their rows with every query tile), IS_CAUSAL, MASKED, PACKED, BIAS_BYTES (of an
+// element of a float mask, or 0), BIAS_PER_KEY (it has one row for all queries), BIAS_STAGES (tiles of it in flight),
+// DROPOUT, EARLY (what mask or dropout need of a tile is made before its scores are waited for, which ptxas would not
+// do by itself), IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
 #include "barrier.cuh"
 #include "dropout.cuh"
 #include "mask.cuh"

@@ -84,7 +84,7 @@ def _larger(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int) -> L
     largest = max(head_dim, math.ceil(head_dim_v / 16) * 16)
     if seqlen_k < 512:
         return None
-    if largest <= 64:
+    if largest == 64:
         if is_causal:
             return LargerTile(Tile(256, 64, stages=8, q_stages=3, ping_pong=False, rotate=True), 1.15)
         return LargerTile(Tile(256, 64, stages=8, q_stages=2), 1.04) if seqlen_k <= 8192 else None
@@ -94,7 +94,7 @@ def _larger(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int) -> L
     if largest == 80 and seqlen_k >= 2048:
         tile = Tile(192, 64 if is_causal else 96, stages=3 if is_causal else 2, q_stages=2, ping_pong=False)
         return LargerTile(tile, 1.05)
-    if largest == 128 and is_causal and seqlen_k <= 1024:
+    if head_dim == head_dim_v == 128 and is_causal and seqlen_k <= 1024:
         # As large as the usual one.
         tile = Tile(128, 64, stages=5, q_stages=2, ping_pong=False, rotate=True, short_lists=True)
         return LargerTile(tile, 1.0)
