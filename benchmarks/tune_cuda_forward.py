@@ -50,10 +50,11 @@ class Problem(NamedTuple):
         return tiles.choose(-(-self.head_dim // 16) * 16, self.head_dim, self.is_causal, *sizes, NUM_SMS)
 
     @property
-    def candidates(self) -> Iterable[Tile]:
-        """What is compared."""
+    def candidates(self) -> Iterable[tuple[Tile, int]]:
+        """What is compared: tiles, and bytes that L2 fetches at a time, where rows begin at odd multiples of 16."""
         usual = tiles.variants(-(-self.head_dim // 16) * 16, self.head_dim, self.is_causal)
-        return dict.fromkeys((self.taken, *usual, *MORE.get((self.head_dim, self.is_causal), ())))
+        found = dict.fromkeys((self.taken, *usual, *MORE.get((self.head_dim, self.is_causal), ())))
+        return [(tile, fetched) for tile in found for fetched in ((128, 256) if self.head_dim % 16 else (256,))]
 
     def specialisation(self, tile: Tile) -> forward.Specialisation:
         """With this tile, in bfloat16, with logsumexps."""
@@ -94,10 +95,10 @@ MORE: dict[tuple[int, bool], tuple[Tile, ...]] = {
 }
 
 
-def name_of(tile: Tile) -> str:
-    """Short: 256x64 s8 q3 rotate."""
+def name_of(tile: Tile, fetched: int) -> str:
+    """Short: 256x64 s8 q3 rotate fetch 256."""
     flags = [name for name in ("ping_pong", "rotate", "exact_value", "short_lists") if getattr(tile, name)]
-    return " ".join([f"{tile.block_m}x{tile.block_n} s{tile.stages} q{tile.q_stages}", *flags])
+    return " ".join([f"{tile.block_m}x{tile.block_n} s{tile.stages} q{tile.q_stages}", *flags, f"fetch {fetched}"])
 
 
 def time_problem(problem: Problem, meter: Meter) -> dict[str, Any]:
@@ -108,20 +109,23 @@ def time_problem(problem: Problem, meter: Meter) -> dict[str, Any]:
     stock = functools.partial(scaled_dot_product_attention, query, key, value, is_causal=problem.is_causal)
     expected = stock().float()
     runs, differences = {"default": Run(stock)}, {}
-    for tile in problem.candidates:
+    for tile, fetched in problem.candidates:
         out = torch.full_like(query, torch.nan)
         chosen = problem.specialisation(tile)
-        with mock.patch.object(forward, "specialise", lambda *_, chosen=chosen, **__: chosen):
+        with (
+            mock.patch.object(forward, "specialise", lambda *_, chosen=chosen, **__: chosen),
+            mock.patch.object(forward, "_fetched", lambda _, fetched=fetched: fetched),
+        ):
             plan = forward.Plan(query, key, value, out, True, problem.is_causal, problem.head_dim**-0.5)
         run = functools.partial(plan, query, key, value, out, logsumexp)
         run()
-        differences[name_of(tile)] = ((out.float() - expected).abs().max() / expected.abs().max()).item()
-        runs[name_of(tile)] = Run(run)
+        differences[name_of(tile, fetched)] = ((out.float() - expected).abs().max() / expected.abs().max()).item()
+        runs[name_of(tile, fetched)] = Run(run)
     times = meter.gpu_times(runs)
     flops = 4 * problem.batch * problem.heads * problem.seqlen**2 * problem.head_dim / (2 if problem.is_causal else 1)
     return {
         "problem": problem.name,
-        "taken": name_of(problem.taken),
+        "taken": name_of(problem.taken, forward._fetched(query)),
         "ms": times,
         "tflops": {name: flops / ms / 1e9 for name, ms in times.items()},
         "differences": differences,
@@ -138,7 +142,7 @@ def main() -> None:
     began = time.monotonic()
     head_dims = {int(text) for text in options.only.split(",")}
     problems = [problem for problem in PROBLEMS if problem.head_dim in head_dims]
-    specialisations = dict.fromkeys(p.specialisation(tile) for p in problems for tile in p.candidates)
+    specialisations = dict.fromkeys(p.specialisation(tile) for p in problems for tile, _ in p.candidates)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(forward.Specialisation.compile, specialisations))
     print(f"compiled {len(specialisations)} in {time.monotonic() - began:.0f} s", flush=True)

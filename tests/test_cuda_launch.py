@@ -147,6 +147,12 @@ def test_specialisation_pads_to_the_next_step_of_16(cuda):
     assert {tensor_map[3][0] for tensor_map in cuda.encodings[-4:]} == {72}
 
 
+@pytest.mark.parametrize(("head_dim", "expected"), [(72, 2), (120, 2), (80, 3), (128, 3)])
+def test_what_l2_fetches_for_rows_at_odd_multiples_of_16_bytes(cuda, head_dim, expected):
+    call(head_dim=head_dim)
+    assert {tensor_map[9] for tensor_map in cuda.encodings} == {expected}
+
+
 def test_expanded_kv_heads_become_one_head(cuda):
     make = lambda *shape: torch.empty(shape, dtype=torch.float16, device="meta")  # noqa: E731
     query, out = OnDevice(make(2, 8, 64, 64), 1 << 20), OnDevice(make(2, 8, 64, 64), 2 << 20)
