@@ -193,15 +193,20 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
     if backend == "cuda" and (mask is None or (mask.dtype == torch.bool and not is_causal)):
         deterministic = _torch.deterministic_enabled()
         fits = hopper.sums_fit(query, key) and hopper.extras_fit(query, value, mask, dropout_p, deterministic)
+        at_a_time = hopper.batches_at_a_time(query, key, mask, dropout_p) if fits and mask is not None else query.size(0)
+        fits = fits and at_a_time > 0
         if fits and not hopper.suits(grad_out):
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         if fits and hopper.suits(query, key, value, out):
             if not both:
                 grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
-            plan = hopper.backward(
-                grad_out, query, key, value, out, logsumexp, is_causal, scale, grad_query, grad_key, grad_value,
-                deterministic, mask, dropout_p, dropout_seed,
-            )  # fmt: skip
+            for first in range(0, query.size(0), at_a_time):
+                part = slice(None) if at_a_time == query.size(0) else slice(first, first + at_a_time)
+                plan = hopper.backward(
+                    grad_out[part], query[part], key[part], value[part], out[part], logsumexp[part], is_causal, scale,
+                    None if grad_query is None else grad_query[part], grad_key[part], grad_value[part], deterministic,
+                    mask if mask is None or mask.size(0) == 1 else mask[part], dropout_p, dropout_seed,
+                )  # fmt: skip
             if is_plain and grad_out is tensors[0]:
                 repeat = hopper.Repeat(plan, (grad_query, grad_key, grad_value), kind[2:5])
                 hopper.recent.remember(kind, tensors, repeat)
