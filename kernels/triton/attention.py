@@ -209,6 +209,8 @@ class _Call:
             return "ieee"  # Triton knows TF32 on one of AMD's GPUs only, and no three-product form
         if self.dtype.itemsize == 2 or allow_tf32:
             return "tf32"
+        if self.family == "sm_90" and self.head_dim_padded <= 128:
+            return "fp16x3"
         # Three TF32 products give float32's accuracy, but tensor cores cut off what they add up instead of rounding it,
         # and that error grows with the length of the sum: above 256 it would show.
         return "ieee" if self.head_dim_padded > 256 else "tf32x3"
@@ -476,7 +478,8 @@ class _BackwardPlan:
             self.mask = call.launch(
                 backward_kernels.attention_backward_mask, owned * self.splits, tile, pointers, strides,
                 call.strides_of_mask() | mask_strides, scalars,
-                names | {"MASK_PER_KEY": mask_q == 1, "MASK_PER_QUERY": mask_k == 1},
+                names | {"MASK_PER_KEY": mask_q == 1, "MASK_PER_QUERY": mask_k == 1}
+                | {"PRECISION": "tf32x3" if call.constants["PRECISION"] == "fp16x3" else call.constants["PRECISION"]},
                 {"query": (tile.block_m, call.block_d), "grad_out": (tile.block_m, call.block_dv),
                  "key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
                 rows_of_statistics, whole_mask=mask_q > 1 and mask_k > 1,
