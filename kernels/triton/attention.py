@@ -260,7 +260,7 @@ class _Call:
         order = kernel.arg_names
         every_scalar = strides | mask_strides | scalars
         maps = {}
-        can_map = streamed and self.has_tma and self.dtype.itemsize == 2
+        can_map = streamed and self.has_tma and (self.dtype.itemsize == 2 or self.constants["PRECISION"] == "fp16x3")
         if can_map and all(TensorMap.accepts(pointers[name]) for name in streamed):
             maps = {name: TensorMap(pointers[name], *block) for name, block in streamed.items()}
         constants = self.constants | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": bool(maps)} | names

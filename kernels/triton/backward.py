@@ -132,12 +132,14 @@ def _visit_keys(grad_query_tile, query_tile, query_low, grad_out_tile, grad_out_
         key_index = start + keys
         key_tile = stream_tile(key, batch, kv_head, start, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D,
                                HEAD_DIM, UNIT_STRIDE, PARTIAL, TMA)
+        if SPLIT:
+            # One tile after the other: both at once need more registers than there are.
+            key_high, key_low, key_factor = split_rows(key_tile, True)
+            scores = split_product(query_tile, query_low, tl.trans(key_high), tl.trans(key_low)) * key_factor[None, :]
         value_tile = stream_tile(value, batch, kv_head, start, keys, stride_vn, stride_vd, seqlen_k, BLOCK_N, BLOCK_DV,
                                  HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)
         if SPLIT:
-            key_high, key_low, key_factor = split_rows(key_tile)
-            value_high, value_low, value_factor = split_rows(value_tile)
-            scores = split_product(query_tile, query_low, tl.trans(key_high), tl.trans(key_low)) * key_factor[None, :]
+            value_high, value_low, value_factor = split_rows(value_tile, True)
             grad_probabilities = split_product(grad_out_tile, grad_out_low, tl.trans(value_high), tl.trans(value_low))
             grad_probabilities *= (value_factor * (1 / SPLIT_SQUARED))[None, :]
         else:
@@ -155,7 +157,7 @@ def _visit_keys(grad_query_tile, query_tile, query_low, grad_out_tile, grad_out_
             key_index[None, :], keep, mask_tile, seqlen_k, score_scale, dropout_scale, PARTIAL, PARTIAL and CAUSAL,
             MASK, NATURAL, True, DROPOUT)
         if SPLIT:
-            weight, weight_low, weight_factor = split_rows(grad_scores * key_factor[None, :])
+            weight, weight_low, weight_factor = split_rows(grad_scores * key_factor[None, :], False)
             grad_query_tile += split_product(weight, weight_low, key_high, key_low) * (
                 weight_factor * (1 / SPLIT_SQUARED))[:, None]
         else:
@@ -247,8 +249,8 @@ def attention_backward_query(
         grad_out_low = 0
         row_scale = scale
         if PRECISION == "fp16x3":
-            query_tile, query_low, query_factor = split_rows(query_tile)
-            grad_out_tile, grad_out_low, grad_out_factor = split_rows(grad_out_tile)
+            query_tile, query_low, query_factor = split_rows(query_tile, True)
+            grad_out_tile, grad_out_low, grad_out_factor = split_rows(grad_out_tile, True)
             row_scale = query_factor * (scale / SPLIT_SQUARED)
             delta = delta / grad_out_factor
         else:
@@ -328,23 +330,30 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, key_low, value_tile
         else:
             start = counter
         query_index = start + rows
-        query_tile = stream_tile(query, batch, head, start, rows, stride_qm, stride_qd, seqlen_q, BLOCK_M, BLOCK_D,
-                                 HEAD_DIM, UNIT_STRIDE, BOUND_QUERIES, TMA)
-        grad_out_tile = stream_tile(grad_out, batch, head, start, rows, stride_gm, stride_gd, seqlen_q, BLOCK_M,
-                                    BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, BOUND_QUERIES, TMA)
+        if SPLIT:
+            # One tile after the other: both at once need more registers than there are.
+            query_tile = stream_tile(query, batch, head, start, rows, stride_qm, stride_qd, seqlen_q, BLOCK_M, BLOCK_D,
+                                     HEAD_DIM, UNIT_STRIDE, BOUND_QUERIES, TMA)
+            query_high, query_low, query_factor = split_rows(query_tile, True)
+            scores = split_product(key_tile, key_low, tl.trans(query_high), tl.trans(query_low))
+            scores *= query_factor[None, :]
+            grad_out_tile = stream_tile(grad_out, batch, head, start, rows, stride_gm, stride_gd, seqlen_q, BLOCK_M,
+                                        BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, BOUND_QUERIES, TMA)
+            grad_high, grad_low, grad_factor = split_rows(grad_out_tile, True)
+            # In units of the rows of grad_out, as is delta, until P and dS are multiplied by them.
+            grad_probabilities = split_product(value_tile, value_low, tl.trans(grad_high), tl.trans(grad_low))
+            grad_probabilities *= (value_factor * (1 / SPLIT_SQUARED))[:, None]
+        else:
+            query_tile = stream_tile(query, batch, head, start, rows, stride_qm, stride_qd, seqlen_q, BLOCK_M, BLOCK_D,
+                                     HEAD_DIM, UNIT_STRIDE, BOUND_QUERIES, TMA)
+            grad_out_tile = stream_tile(grad_out, batch, head, start, rows, stride_gm, stride_gd, seqlen_q, BLOCK_M,
+                                        BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, BOUND_QUERIES, TMA)
         if TMA:
             high, low, delta = _stream_statistics(statistics, head_index, start, BLOCK_M, HAS_LOW)
         else:
             # Broadcast to rank 2 first: the loads then have the layout of the scores.
             high, low, delta = _load_statistics(statistics, plane, query_index[None, :], HAS_LOW)
         if SPLIT:
-            query_high, query_low, query_factor = split_rows(query_tile)
-            grad_high, grad_low, grad_factor = split_rows(grad_out_tile)
-            scores = split_product(key_tile, key_low, tl.trans(query_high), tl.trans(query_low))
-            scores *= query_factor[None, :]
-            # In units of the rows of grad_out, as is delta, until P and dS are multiplied by them.
-            grad_probabilities = split_product(value_tile, value_low, tl.trans(grad_high), tl.trans(grad_low))
-            grad_probabilities *= (value_factor * (1 / SPLIT_SQUARED))[:, None]
             delta = delta / grad_factor[None, :]
         else:
             scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
@@ -361,10 +370,10 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, key_low, value_tile
             scores, grad_probabilities, high, low, delta, query_index[None, :], key_index[:, None], keep, mask_tile,
             seqlen_k, score_scale, dropout_scale, False, DIAGONAL, MASK, NATURAL, True, DROPOUT)
         if SPLIT:
-            weight, weight_low, weight_factor = split_rows(kept * grad_factor[None, :])
+            weight, weight_low, weight_factor = split_rows(kept * grad_factor[None, :], False)
             grad_value_tile += split_product(weight, weight_low, grad_high, grad_low) * (
                 weight_factor * (1 / SPLIT_SQUARED))[:, None]
-            weight, weight_low, weight_factor = split_rows(grad_scores * (grad_factor * query_factor)[None, :])
+            weight, weight_low, weight_factor = split_rows(grad_scores * (grad_factor * query_factor)[None, :], False)
             grad_key_tile += split_product(weight, weight_low, query_high, query_low) * (
                 weight_factor * (1 / SPLIT_SQUARED))[:, None]
         else:
@@ -426,8 +435,8 @@ def attention_backward_key_value(
     value_factor = 0
     row_scale = scale
     if PRECISION == "fp16x3":
-        key_tile, key_low, key_factor = split_rows(key_tile)
-        value_tile, value_low, value_factor = split_rows(value_tile)
+        key_tile, key_low, key_factor = split_rows(key_tile, True)
+        value_tile, value_low, value_factor = split_rows(value_tile, True)
         row_scale = key_factor * (scale / SPLIT_SQUARED)
     else:
         key_tile = as_operand(key_tile, key.dtype.element_ty, PRECISION)

@@ -72,7 +72,7 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, query_low, first, las
         key_tile = stream_tile(key, batch, kv_head, start, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D,
                                HEAD_DIM, UNIT_STRIDE, PARTIAL, TMA)
         if SPLIT:
-            key_high, key_low, key_factor = split_rows(key_tile)
+            key_high, key_low, key_factor = split_rows(key_tile, True)
             scores = split_product(query_tile, query_low, tl.trans(key_high), tl.trans(key_low)) * key_factor[None, :]
         else:
             scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
@@ -118,8 +118,8 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, query_low, first, las
         value_tile = stream_tile(value, batch, kv_head, start, keys, stride_vn, stride_vd, seqlen_k, BLOCK_N, BLOCK_DV,
                                  HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)
         if SPLIT:
-            value_high, value_low, value_factor = split_rows(value_tile)
-            weight, weight_low, weight_factor = split_rows(probabilities * value_factor[None, :])
+            value_high, value_low, value_factor = split_rows(value_tile, True)
+            weight, weight_low, weight_factor = split_rows(probabilities * value_factor[None, :], False)
             # Added outside of the tensor cores, which would cut off what they add to a long sum.
             accumulator += split_product(weight, weight_low, value_high, value_low) * (
                 weight_factor * (1 / SPLIT_SQUARED))[:, None]
@@ -190,7 +190,7 @@ def attention_forward(
     query_low = 0
     row_scale = scale
     if PRECISION == "fp16x3":
-        query_tile, query_low, query_factor = split_rows(query_tile)
+        query_tile, query_low, query_factor = split_rows(query_tile, True)
         row_scale = query_factor * (scale / SPLIT_SQUARED)
     else:
         query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
