@@ -16,6 +16,7 @@ import torch
 
 from ... import _torch
 from . import backward as backward_kernels
+from . import backward_wide as wide_kernels
 from . import dropout as dropout_kernels
 from . import forward as forward_kernels
 from .common import DROPOUT_PITCH
@@ -34,6 +35,8 @@ _MAX_RECENT = 16
 # Tensor cores cut off what they add up instead of rounding it. After as many rows that error is a tenth of bfloat16's
 # rounding, so longer sums are added up in parts; sums of up to four parts stay whole. A multiple of every tile.
 SUM_ROWS = 2**16
+# Whether backward_wide.py is used.
+WIDE = True
 
 
 class _Plans(dict):
@@ -209,11 +212,17 @@ class _Call:
             return "ieee"  # Triton knows TF32 on one of AMD's GPUs only, and no three-product form
         if self.dtype.itemsize == 2 or allow_tf32:
             return "tf32"
-        if self.family == "sm_90" and self.head_dim_padded <= 128:
-            return "fp16x3"
         # Three TF32 products give float32's accuracy, but tensor cores cut off what they add up instead of rounding it,
         # and that error grows with the length of the sum: above 256 it would show.
         return "ieee" if self.head_dim_padded > 256 else "tf32x3"
+
+    def split_products(self) -> None:
+        """Let float32 tensors' products be of float16 halves where that is faster; only some kernels can do that.
+
+        Measured on sm_90 alone, where float16 has twice the rate of TF32. ``common.split_rows`` says how.
+        """
+        if self.family == "sm_90" and self.head_dim_padded <= 128 and self.constants["PRECISION"] == "tf32x3":
+            self.constants["PRECISION"] = "fp16x3"
 
     def strides(self, names: str, tensor: torch.Tensor, prefix: str = "stride_") -> dict:
         """{stride_xb: ..., ...} of a rank-4 tensor; batch and head strides are always 64 bits wide."""
@@ -251,6 +260,8 @@ class _Call:
 
     def tile(self, kernel: str):
         """The tile of one kernel for this call."""
+        if self.constants["PRECISION"] == "fp16x3":
+            return choose(kernel, self.family, self.dtype.itemsize, self.head_dim_padded, "split")
         kind = "masked" if self.mask_kind != MASK_NONE else "causal" if self.is_causal else "full"
         return choose(kernel, self.family, self.dtype.itemsize, self.head_dim_padded, kind)
 
@@ -306,6 +317,25 @@ class _DropoutKeys:
         return table
 
 
+def is_wide(call: _Call, tensors) -> bool:
+    """Do the kernels of backward_wide.py take this backward?"""
+    return (
+        WIDE and call.family == "sm_90" and call.head_dim_padded == 512 and call.block_d == call.block_dv == 512
+        and call.mask_kind == MASK_NONE and not call.constants["DROPOUT"] and call.dtype.itemsize == 2 and call.has_tma
+        and all(TensorMap.accepts(tensor) for tensor in tensors)
+        and max(call.seqlen_q * call.heads // call.kv_heads, call.seqlen_k) <= 4 * SUM_ROWS
+    )  # fmt: skip
+
+
+def value_parts_of(call: _Call, tensors) -> int:
+    """How many programs share the columns of a tile of out: an accumulator of 512 columns takes two warpgroups, of
+    which Triton has both compute all scores of 64 rows, and leaves no room for two programs on a multiprocessor.
+    """
+    mapped = call.has_tma and call.dtype.itemsize == 2 and all(TensorMap.accepts(tensor) for tensor in tensors)
+    wide = call.family == "sm_90" and call.constants["HEAD_DIM_V"] == 512 and call.mask_kind == MASK_NONE
+    return 2 if mapped and wide else 1
+
+
 class _ForwardPlan:
     """The launches of one forward: where the mask's tiles are listed, the kernels that do so, then the attention."""
 
@@ -313,7 +343,9 @@ class _ForwardPlan:
                  target=None):
         tensors = query, key, value, out
         call = _Call(query, key, value, mask, dropout_p, is_causal, scale, tensors, allow_tf32, target)
-        tile = call.tile("forward")
+        call.split_products()
+        value_parts = value_parts_of(call, tensors)
+        tile = call.tile("forward" if value_parts == 1 else "wide_forward")
         # The kernel takes the maximum before it scales, so the sign goes into the query; a zero scale likewise.
         factor = (scale > 0) - (scale < 0)
         kernel_scale = abs(call.kernel_scale) if factor else 1.0
@@ -330,10 +362,12 @@ class _ForwardPlan:
         names = {"STORE_LOGSUMEXP": logsumexp is not None, "QUERY_FACTOR": factor}
         names["BOUND_KEYS"] = call.seqlen_k % tile.block_n != 0
         names["SUM_ROWS"] = _rows_of_a_sum(call.seqlen_k)
-        programs = math.ceil(call.seqlen_q / tile.block_m) * call.batch * call.heads
+        block_dv = call.block_dv // value_parts
+        names |= {"VALUE_PARTS": value_parts, "BLOCK_DV": block_dv}
+        programs = math.ceil(call.seqlen_q / tile.block_m) * call.batch * call.heads * value_parts
         self.attention = call.launch(
             forward_kernels.attention_forward, programs, tile, pointers, strides, call.strides_of_mask(), scalars,
-            names, {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
+            names, {"key": (tile.block_n, call.block_d), "value": (tile.block_n, block_dv)},
         )
 
     @property
@@ -391,6 +425,7 @@ class _BackwardPlan:
                  grad_query, grad_key, grad_value, needs_mask, logsumexp_pitch, allow_tf32, target=None):
         tensors = [t for t in (query, key, value, out, grad_out, grad_query, grad_key, grad_value) if t is not None]
         call = _Call(query, key, value, mask, dropout_p, is_causal, scale, tensors, allow_tf32, target)
+        call.split_products()
         low = logsumexp if logsumexp.dim() == 4 else None
         self.mask_tiles = None
         if call.listed:
@@ -402,6 +437,9 @@ class _BackwardPlan:
         inputs = {"query": query, "key": key, "value": value, "mask": mask, "mask_tiles": lists, "dropout_keys": keys}
         # Rows of statistics reach to the end of the last tile of every kernel, so that nobody needs bounds there.
         kernels = ("backward_query", "backward_key_value", "backward_mask")
+        wide = is_wide(call, tensors) and grad_query is not None and grad_key is not None and not needs_mask
+        if wide:
+            kernels = ("wide_query", "wide_key", "wide_value")
         longest = max(call.tile(kernel).block_m for kernel in kernels)
         self.padded_q = math.ceil(call.seqlen_q / longest) * longest
         plane = call.batch * call.heads * self.padded_q
@@ -417,6 +455,12 @@ class _BackwardPlan:
         scalars |= {"scale": ("fp32", call.kernel_scale), "out_scale": ("fp32", scale)}
         names = {"HAS_LOW": low is not None}
 
+        self.mask = None
+        self.wide = None
+        if wide:
+            self._plan_wide(call, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value,
+                            statistics, rows_of_statistics, strides, scalars, logsumexp_pitch)
+            return
         tile = call.tile("backward_query")
         pointers = inputs | {"out": out, "logsumexp": logsumexp, "logsumexp_low": low, "grad_out": grad_out}
         pointers |= statistics | {"grad_query": grad_query}
@@ -452,7 +496,6 @@ class _BackwardPlan:
                 rows_of_statistics,
             )
 
-        self.mask = None
         if needs_mask:
             tile = call.tile("backward_mask")
             mask_batches, mask_heads, mask_q, mask_k = mask.shape
@@ -485,9 +528,47 @@ class _BackwardPlan:
                 rows_of_statistics, whole_mask=mask_q > 1 and mask_k > 1,
             )
 
+    def _plan_wide(self, call, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value,
+                   statistics, rows_of_statistics, strides, scalars, logsumexp_pitch):
+        """The launches of backward_wide.py: query, key and value."""
+        common = {"query": query, "key": key, "value": value}
+        strides |= call.strides("ob oh om od", out) | call.strides("dqb dqh dqm dqd", grad_query)
+        strides |= call.strides("dkb dkh dkn dkd", grad_key) | call.strides("dvb dvh dvn dvd", grad_value)
+        scalars = scalars | {"logsumexp_pitch": ("i64", logsumexp_pitch)}
+        columns = call.block_d // 2
+        names = {"BLOCK_C": columns}
+        programs = 2 * call.batch
+
+        def launch(kernel, count, pointers, streamed, rows=None):
+            used = {name: stride for name, stride in strides.items() if name in kernel.arg_names}
+            return call.launch(kernel, count, tile, pointers, used, {}, scalars, names, streamed, rows)
+
+        tile = call.tile("wide_query")
+        query_launch = launch(
+            wide_kernels.attention_wide_query, programs * call.heads * self.padded_q // tile.block_m,
+            common | {"out": out, "logsumexp": logsumexp, "grad_out": grad_out, **statistics, "grad_query": grad_query},
+            {"key": (tile.block_n, columns), "value": (tile.block_n, columns)},
+        )
+        tile = call.tile("wide_key")
+        key_launch = launch(
+            wide_kernels.attention_wide_key, programs * call.kv_heads * math.ceil(call.seqlen_k / tile.block_n),
+            common | {**statistics, "grad_out": grad_out, "grad_key": grad_key},
+            {"query": (tile.block_m, columns), "grad_out": (tile.block_m, columns)}, rows_of_statistics,
+        )
+        tile = call.tile("wide_value")
+        value_launch = launch(
+            wide_kernels.attention_wide_value, programs * call.kv_heads * math.ceil(call.seqlen_k / tile.block_n),
+            {"query": query, "key": key, **statistics, "grad_out": grad_out, "grad_value": grad_value},
+            {"query": (tile.block_m, columns), "grad_out": (tile.block_m, columns)}, rows_of_statistics,
+        )
+        self.wide = query_launch, key_launch, value_launch
+        self.query = self.key_value = None
+
     @property
     def launches(self) -> list[Launch]:
         """In the order in which they run."""
+        if self.wide is not None:
+            return list(self.wide)
         attention = [launch for launch in (self.query, self.key_value, self.mask) if launch is not None]
         return [*_launches_before(self), *attention]
 
@@ -520,6 +601,12 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dr
             grad_key, grad_value, needs_mask, logsumexp.size(-1), allow_tf32))
     statistics = plan.allocate(query)
     lists = None if plan.mask_tiles is None else plan.mask_tiles.make(mask)
+    if plan.wide is not None:
+        wide_query, wide_key, wide_value = plan.wide
+        wide_query(query, key, value, out, logsumexp, grad_out, statistics, grad_query)
+        wide_key(query, key, value, statistics, grad_out, grad_key)
+        wide_value(query, key, statistics, grad_out, grad_value)
+        return None
     keys = None if plan.dropout_keys is None else plan.dropout_keys.make(dropout_seed)
     plan.query(query, key, value, mask, lists, keys, out, logsumexp, _low_part(logsumexp), grad_out, statistics,
                grad_query)

@@ -93,13 +93,13 @@ def load_tile(base, first_row, rows, stride_row, stride_column, num_rows, BLOCK_
 @triton.jit
 def stream_tile(source, batch, head, first_row, rows, stride_row, stride_column, num_rows, BLOCK_ROWS: tl.constexpr,
                 BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr, UNIT_STRIDE: tl.constexpr, BOUND_ROWS: tl.constexpr,
-                TMA: tl.constexpr):
+                TMA: tl.constexpr, first_column=0):
     """load_tile for the tiles of a loop. TMA: source is a tensor map [B, H, rows, HEAD_DIM]; hardware checks bounds.
 
-    Otherwise source points at the matrix of this batch and head already.
+    Otherwise source points at the matrix of this batch and head already, and first_column has to be 0.
     """
     if TMA:
-        return source.load([batch, head, first_row, 0]).reshape([BLOCK_ROWS, BLOCK_D])
+        return source.load([batch, head, first_row, first_column]).reshape([BLOCK_ROWS, BLOCK_D])
     else:
         return load_tile(source, first_row, rows, stride_row, stride_column, num_rows, BLOCK_D, HEAD_DIM, UNIT_STRIDE,
                          BOUND_ROWS)

@@ -44,8 +44,8 @@ from .common import (
 
 @triton.jit
 def _visit_keys(accumulator, row_max, row_sum, query_tile, query_low, first, last, entries, first_query, query_rows, key, value,
-                mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, stride_kn, stride_kd, stride_vn,
-                stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
+                mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, first_column, stride_kn, stride_kd,
+                stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr,
                 MASK: tl.constexpr, NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
@@ -116,7 +116,7 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, query_low, first, las
             keep = dropout_keep(row_keys, column_keys, first_query, dropout_threshold, BLOCK_M, BLOCK_N, False)
             probabilities = tl.where(keep, probabilities, 0.0)
         value_tile = stream_tile(value, batch, kv_head, start, keys, stride_vn, stride_vd, seqlen_k, BLOCK_N, BLOCK_DV,
-                                 HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)
+                                 HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA, first_column)
         if SPLIT:
             value_high, value_low, value_factor = split_rows(value_tile, True)
             weight, weight_low, weight_factor = split_rows(probabilities * value_factor[None, :], False)
@@ -144,7 +144,8 @@ def attention_forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, LISTED: tl.constexpr,
     BOUND_KEYS: tl.constexpr, DROPOUT: tl.constexpr, STORE_LOGSUMEXP: tl.constexpr, QUERY_FACTOR: tl.constexpr,
-    SUM_ROWS: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    SUM_ROWS: tl.constexpr, VALUE_PARTS: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """out [B, H, seqlen_q, HEAD_DIM_V] and logsumexp [B, H, seqlen_q] (natural logarithm, float32, contiguous).
 
@@ -155,9 +156,14 @@ def attention_forward(
 
     SUM_ROWS: no more keys than that, unless 0, are added up in the tensor cores at a time (``attention.py`` says why).
     The row maximum goes on from part to part; what was there before a part is rescaled once, after it.
+
+    VALUE_PARTS: as many programs, neighbours, share the columns of a tile of out, BLOCK_DV each; all compute the
+    scores. More than one only with tensor maps.
     """
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
-    program = tl.program_id(0)
+    program = tl.program_id(0) // VALUE_PARTS
+    first_column = tl.program_id(0) % VALUE_PARTS * BLOCK_DV
+    OUT_COLUMNS: tl.constexpr = HEAD_DIM_V if VALUE_PARTS == 1 else BLOCK_DV
     head_index = program // num_tiles
     tile = program % num_tiles
     if CAUSAL or LISTED:
@@ -222,7 +228,7 @@ def attention_forward(
                 part, num_parts, full_end, partial_begin, partial_end, BLOCK_N, LISTED, SUM_ROWS)
         accumulator, row_max, row_sum = _visit_keys(
             accumulator, row_max, row_sum, query_tile, query_low, full_first, full_last, full_entries, first_query, rows,
-            key, value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, stride_kn, stride_kd,
+            key, value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, first_column, stride_kn, stride_kd,
             stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, row_scale, dropout_threshold, HEAD_DIM,
             HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL,
             MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
@@ -230,7 +236,7 @@ def attention_forward(
             accumulator, row_max, row_sum = _visit_keys(
                 accumulator, row_max, row_sum, query_tile, query_low, partial_first, partial_last, partial_entries,
                 first_query, rows, key, value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table,
-                stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, row_scale,
+                first_column, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, row_scale,
                 dropout_threshold, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK,
                 NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA,
                 PRECISION)
@@ -244,7 +250,8 @@ def attention_forward(
     if DROPOUT:
         factor *= dropout_scale
     accumulator = accumulator * factor[:, None]
-    store_tile(out, accumulator, first_query, rows, stride_om, stride_od, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE)
+    store_tile(out + first_column, accumulator, first_query, rows, stride_om, stride_od, seqlen_q, BLOCK_DV,
+               OUT_COLUMNS, UNIT_STRIDE)
     if STORE_LOGSUMEXP:
         position = head_index.to(tl.int64) * seqlen_q + first_query + rows
         inside = first_query + rows < seqlen_q

@@ -256,6 +256,23 @@ def test_largest_head_dim(dtype):
     run_and_check(sample(batch=1, heads=1, seqlen_k=24, head_dim=512, dtype=dtype))
 
 
+@pytest.mark.parametrize("kind", ["dense", "causal", "causal long", "grouped", "odd", "negative scale"])
+def test_halves_of_wide_heads(monkeypatch, kind):
+    """One half of the columns of a gradient, and of out, for each program."""
+    use_tiles(monkeypatch, 16, 16)
+    launched = launch.launch_counts.copy()
+    heads, kv_heads = (4, 2) if kind == "grouped" else (1, 1)
+    sizes = {"odd": (37, 50), "causal": (40, 23), "causal long": (23, 40)}.get(kind, (33, 48))
+    call = sample(
+        batch=1, heads=heads, kv_heads=kv_heads, seqlen_q=sizes[0], seqlen_k=sizes[1], dtype=HALF,
+        head_dim=328 if kind == "odd" else 512, is_causal=kind.startswith("causal"),
+        scale=-0.05 if kind == "negative scale" else None,
+    )  # fmt: skip
+    run_and_check(call)
+    for name in ("attention_wide_query", "attention_wide_key", "attention_wide_value"):
+        assert launch.launch_counts[name] > launched.get(name, 0)
+
+
 @DTYPES
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 32), (32, 64), (40, 72), (1, 80), (128, 16), (24, 1)])
 def test_value_of_another_head_dim(dtype, head_dim, head_dim_v):
