@@ -106,8 +106,8 @@ def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, ke
 
 
 @triton.jit
-def _visit_keys(grad_query_tile, query_tile, query_low, grad_out_tile, grad_out_low, high, low, delta, first, last, entries, first_query,
-                query_index, row_keys, key, value, mask, mask_batch, mask_head, batch, kv_head, column_table,
+def _visit_keys(grad_query_tile, query_tile, query_low, grad_out_tile, grad_out_low, high, low, delta, first, last,
+                entries, first_query, query_index, row_keys, key, value, mask, mask_batch, mask_head, batch, kv_head, column_table,
                 stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
                 dropout_threshold, dropout_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
                 BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -43,8 +43,8 @@ from .common import (
 
 
 @triton.jit
-def _visit_keys(accumulator, row_max, row_sum, query_tile, query_low, first, last, entries, first_query, query_rows, key, value,
-                mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, first_column, stride_kn, stride_kd,
+def _visit_keys(accumulator, row_max, row_sum, query_tile, query_low, first, last, entries, first_query, query_rows,
+                key, value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, first_column, stride_kn, stride_kd,
                 stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr,
