@@ -1,7 +1,8 @@
 """What runs on the GPU: kernels and their launchers, nothing else.
 
-Installed as ``torch_flashbackend.kernels``. May import torch, triton, and of the plugin only ``nvrtc.py`` and
-``driver.py``; may not import ``torch.library`` ops, routing or anything else. Imported by ``torch_flashbackend.ops``.
+Installed as ``torch_flashbackend.kernels``. May import torch, triton, and of the plugin only ``nvrtc.py``,
+``driver.py``, ``plans.py`` and ``_torch.py``; may not import ``torch.library`` ops, routing or anything else. Imported
+by ``torch_flashbackend.ops``.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 
@@ -337,15 +338,17 @@ def test_calls_not_taken_are_stocks_bit_for_bit():
 
 def test_the_most_common_calls_go_straight_to_stocks_kernel(monkeypatch):
     """On a CPU "flash" is another operator, which stands in here for those of a GPU."""
-    handle = _torch.kernel_handle("_scaled_dot_product_flash_attention_for_cpu", "CPU")
     straight = []
 
-    def kernel(query, key, value, is_causal, scale):
-        straight.append(1)
-        return handle.call_boxed(_torch.ANY_KEYSET, query, key, value, 0.0, is_causal, scale=scale)[0]
+    handle = _torch.kernel_handle("_scaled_dot_product_flash_attention_for_cpu", "AutogradCPU")
+    keyset = _torch.keyset("AutogradCPU", "CPU")
 
-    def hook_with_kernel(call_key, stock, kernels):
-        return make(call_key, stock, {"flash": kernel})
+    def kernel(needs_grad, query, key, value, is_causal, scale):
+        straight.append(needs_grad)
+        return handle.call_boxed(keyset, query, key, value, 0.0, is_causal, scale=scale)[0]
+
+    def hook_with_kernel(call_key, stock, _):
+        return make(call_key, stock, {("flash", grad): functools.partial(kernel, grad) for grad in (False, True)})
 
     make = override.make_call_hook
     monkeypatch.setattr("torch_flashbackend.stock.backend", lambda *args: "flash")
@@ -355,6 +358,7 @@ def test_the_most_common_calls_go_straight_to_stocks_kernel(monkeypatch):
         "plain": lambda: sdpa(query, key, value),
         "causal": lambda: sdpa(query, key, value, is_causal=True, scale=0.3),
         "gradient": lambda: sdpa(query.clone().requires_grad_(), key, value),
+        "causal gradient": lambda: sdpa(query, key.clone().requires_grad_(), value, is_causal=True, scale=0.3),
         "mask": lambda: sdpa(query, key, value, sample(8, 8) > 0),
         "dropout": lambda: sdpa(query, key, value, dropout_p=1e-9),
         "head_dim": lambda: sdpa(query[..., :12], key[..., :12], value[..., :12]),
@@ -368,12 +372,17 @@ def test_the_most_common_calls_go_straight_to_stocks_kernel(monkeypatch):
             for _ in range(3):
                 out = call()
                 torch.testing.assert_close(out, expected[name], atol=0 if name != "dropout" else 1e-5, rtol=0)
-                assert out.requires_grad == (name == "gradient")
+                assert out.requires_grad == ("gradient" in name)
+                if out.requires_grad:
+                    assert out.grad_fn.name() == expected[name].grad_fn.name()
             # The first call of a kind goes the long way.
-            assert len(straight) == (2 if name in ("plain", "causal") else 0), name
-        with torch.profiler.profile() as profile:
-            calls["plain"]()
-        assert not len(straight) and "flash_attention_for_cpu" in str([e.name for e in profile.events()])
+            goes_straight = name in ("plain", "causal", "gradient", "causal gradient")
+            assert straight == ([out.requires_grad] * 2 if goes_straight else []), name
+        straight.clear()
+        for name in ("plain", "gradient"):
+            with torch.profiler.profile() as profile:
+                calls[name]()
+            assert not straight and "flash_attention_for_cpu" in str([e.name for e in profile.events()])
 
 
 def test_each_grad_mode_has_its_own_decision():
@@ -610,7 +619,7 @@ def test_modes_that_dynamos_guards_overlook_see_the_call(monkeypatch):
 
     make = override.make_call_hook
     monkeypatch.setattr("torch_flashbackend.stock.backend", lambda *args: "flash")
-    monkeypatch.setattr(override, "make_call_hook", lambda key, stock, _: make(key, stock, {"flash": kernel}))
+    monkeypatch.setattr(override, "make_call_hook", lambda key, stock, _: make(key, stock, {("flash", False): kernel}))
     query, key, value = qkv(1, 2, 8, 16)
     with hooked(leave_all):
         sdpa(query, key, value)

@@ -12,7 +12,6 @@ new needs that in `signature` and `settings`, or it will be answered for another
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -65,9 +64,9 @@ class Entry:
     """What the hooks need to know about one key.
 
     decision: routing's answer. taken: it is not stock. run: what to call for a taken call that needs no change of rank
-    or batch, else None. simple: no gradient is needed. ends_in: for a simple call that stays stock's, "flash", "cudnn"
-    or "efficient" if PyTorch passes the arguments to that kernel as they are, else None. kernel: that kernel, which
-    the call hook puts there.
+    or batch, else None. simple: no gradient is needed. ends_in: for a call that stays stock's, "flash", "cudnn" or
+    "efficient" if PyTorch passes the arguments to that kernel as they are, else None. kernel: that kernel, or that of
+    autograd around it, which the call hook puts there.
     """
 
     __slots__ = ("decision", "ends_in", "kernel", "run", "simple", "taken")
@@ -166,6 +165,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
             or _torch.is_functional_tensor(tensor)
             or tensor.is_neg()
             or tensor.is_conj()
+            or tensor._is_zerotensor()
         ):
             return False
     return True
@@ -275,10 +275,11 @@ def decide(
     ):
         from . import ops
 
-        if attn_mask is None or attn_mask.dim() <= 4:
+        # What is being traced, and has no key, comes with other tensors each time.
+        if (attn_mask is None or attn_mask.dim() <= 4) and (keep_as is not None or decision.backend == "triton"):
             run = _runner(ops, decision.backend, problem.requires_grad)
     simple = not problem.requires_grad
-    ends_in = _passed_on_to(problem) if simple and decision.backend == "stock" and keep_as is not None else None
+    ends_in = _passed_on_to(problem) if decision.backend == "stock" and keep_as is not None else None
     result = Entry(decision, simple, run, ends_in)
     if keep_as is None:
         stats.register(decision, traced=True)
@@ -299,9 +300,7 @@ def keep(entry: Entry, keep_as: tuple[Any, ...]) -> Entry:
 
 
 def _runner(ops: Any, backend: str, requires_grad: bool) -> Callable[..., Any]:
-    if backend == "triton":
-        return ops.run
-    return functools.partial(ops.run, backend=backend) if requires_grad else ops.HopperInference()
+    return ops.run if backend == "triton" else ops.HopperRun(requires_grad)
 
 
 def _passed_on_to(problem: Any) -> str | None:

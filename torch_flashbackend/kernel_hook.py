@@ -14,8 +14,11 @@ For a row with every key masked that is +inf in efficient's and flash's, -inf in
 either.
 
 What costs a call that is not taken least: a hook is a Python call around a kernel of C++, 5 µs. So
-- a call that the call hook has left to stock is marked, and only passed on here; and the most common kind of it, with
-  no gradient and no mask, does not come here at all (`KernelHook.kernels`);
+- a call that the call hook has left to stock is marked, and only passed on here; and the most common kind of it,
+  without a mask, does not come here at all (`KernelHook.kernels`);
+- the three operators that F.scaled_dot_product_attention ends in are hooked at BackendSelect, a key between autograd
+  and the backend that every call passes: autograd's kernel, which calls the operator once more for the keys that it
+  was given, then finds stock's kernel still in place at the backend's own key;
 - no backward is hooked until a forward of the same kind has been taken: a program of which nothing is taken never pays.
 Dropout is stock's here: its seed and offset come out of the operators in stock's own generator's terms.
 """
@@ -40,6 +43,8 @@ CUDNN = "_scaled_dot_product_cudnn_attention"
 FLASH_FORWARD = "_flash_attention_forward"
 EFFICIENT_FORWARD = "_efficient_attention_forward"
 FORWARDS = (FLASH, EFFICIENT, CUDNN, FLASH_FORWARD, EFFICIENT_FORWARD)
+AT_BACKEND_SELECT = (FLASH, EFFICIENT, CUDNN)
+BACKEND_SELECT = "BackendSelect"
 # By the forward that makes hooking them worth while.
 BACKWARDS = {
     FLASH: "_scaled_dot_product_flash_attention_backward",
@@ -68,10 +73,12 @@ class KernelHook:
         self._library: torch.library.Library | None = None
         self._lock = threading.Lock()
         self._hooked: list[str] = []
-        self.kernels: dict[str, Callable[..., Tensor]] = {}
-        """Stock's forward kernels by backend, as `kernel(query, key, value, is_causal, scale) -> output` without
-        gradients, mask or dropout. The call hook calls them for calls that stay stock's: past the composite function,
-        which would call them through the dispatcher and so through the hooks here, once more into Python."""
+        self.kernels: dict[tuple[str, bool], Callable[..., Tensor]] = {}
+        """Stock's forward kernels with autograd's around them, by backend and by whether a gradient is needed, as
+        `kernel(query, key, value, is_causal, scale) -> output` without mask or dropout. The call hook calls them for
+        calls that stay stock's: past the composite function, which would call them through the dispatcher and so
+        through the hooks here, once more into Python. Autograd's for calls without gradients too: what the kernel
+        itself calls then skips autograd, which saves more than it costs."""
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -84,6 +91,7 @@ class KernelHook:
             return
         for op in self.ops:
             refuse_if_taken(op, self.key)
+            refuse_if_taken(op, self._key_of(op))
         with self._lock:
             self._library = torch.library.Library("aten", "IMPL")
             for op in FORWARDS:
@@ -97,19 +105,37 @@ class KernelHook:
             if library is not None:
                 _torch.destroy_library(library)
 
+    def _key_of(self, op: str) -> str:
+        assert self.key is not None
+        return BACKEND_SELECT if op in AT_BACKEND_SELECT else self.key
+
     def _hook(self, op: str) -> None:
         assert self.key is not None and self._library is not None
         stock = _torch.kernel_handle(op, self.key)
         if stock is None and self.key == "CUDA":
             return  # A build without CUDA: nobody can call it.
         self._hooked.append(op)
-        if stock is not None and op in _STRAIGHT:
-            backend, straight = _STRAIGHT[op]
-            self.kernels[backend] = straight(stock.call_boxed)
+        hook = _MAKERS[op](self, stock)
+        if self._key_of(op) == BACKEND_SELECT:
+            if stock is not None:
+                self._keep_straight_way(op)
+            self._library.impl(op, _of_plain_tensors(op, hook, self.key), BACKEND_SELECT, with_keyset=True)
+            return
         with warnings.catch_warnings():
             # torch says so when a kernel of C++ is overridden, which is what we are here for.
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
-            self._library.impl(op, _MAKERS[op](self, stock), self.key)
+            self._library.impl(op, hook, self.key)
+
+    def _keep_straight_way(self, op: str) -> None:
+        assert self.key is not None
+        backend, straight = _STRAIGHT[op]
+        autograd_key = f"Autograd{self.key}"
+        kernel = _torch.kernel_handle(op, autograd_key)
+        if kernel is not None:
+            # Autograd's kernel redispatches to these keys, which BackendSelect is not among.
+            keyset = _torch.keyset(autograd_key, self.key)
+            for needs_grad in (False, True):
+                self.kernels[backend, needs_grad] = straight(kernel.call_boxed, keyset, needs_grad)
 
     def forward_taken(self, op: str) -> None:
         """Hook the backward of `op`, if that has not been done yet."""
@@ -121,21 +147,38 @@ class KernelHook:
                 self._hook(backward)
 
 
-def _straight_flash(call_boxed: Any) -> Callable[..., Tensor]:
+def _of_plain_tensors(op: str, hook: Callable[..., Any], key: str) -> Callable[..., Any]:
+    """What stands at BackendSelect: `hook` for dense tensors of the backend `key`, PyTorch's next kernel for others.
+
+    Fake, meta, nested and sparse tensors pass BackendSelect too.
+    """
+    redispatch = getattr(torch.ops.aten, op).default.redispatch
+    below, plain = _torch.backend_bits(), _torch.keyset_bits(key)
+    after = _torch.keys_after(BACKEND_SELECT)
+
+    def at_backend_select(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if keyset.raw_repr() & below != plain:
+            return redispatch(keyset & after, *args, **kwargs)
+        return hook(*args, **kwargs)
+
+    return at_backend_select
+
+
+def _straight_flash(call_boxed: Any, keyset: Any, needs_grad: bool) -> Callable[..., Tensor]:
     return lambda query, key, value, is_causal, scale: call_boxed(
-        _any_keyset, query, key, value, 0.0, is_causal, False, scale=scale
+        keyset, query, key, value, 0.0, is_causal, False, scale=scale
     )[0]
 
 
-def _straight_efficient(call_boxed: Any) -> Callable[..., Tensor]:
+def _straight_efficient(call_boxed: Any, keyset: Any, needs_grad: bool) -> Callable[..., Tensor]:
     return lambda query, key, value, is_causal, scale: call_boxed(
-        _any_keyset, query, key, value, None, False, 0.0, is_causal, scale=scale
+        keyset, query, key, value, None, needs_grad, 0.0, is_causal, scale=scale
     )[0]
 
 
-def _straight_cudnn(call_boxed: Any) -> Callable[..., Tensor]:
+def _straight_cudnn(call_boxed: Any, keyset: Any, needs_grad: bool) -> Callable[..., Tensor]:
     return lambda query, key, value, is_causal, scale: call_boxed(
-        _any_keyset, query, key, value, None, False, 0.0, is_causal, False, scale=scale
+        keyset, query, key, value, None, needs_grad, 0.0, is_causal, False, scale=scale
     )[0]
 
 

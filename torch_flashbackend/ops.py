@@ -13,8 +13,8 @@ kernel hooks, ``selection`` and ``attention``. All operators are rank 4: query [
 ``layout`` is the memory order of out: "query" (that of the query), "bshd" or "bhsd". ``dropout_seed`` int64 [1] goes
 with a positive dropout_p. ``backend`` says whose kernels run on CUDA: "triton", or "cuda", the Hopper kernels, in whose
 place Triton's run where a call is not theirs: an address that is no multiple of 16 bytes (a compiled graph is not
-traced again for it), another GPU than the one that the graph was made for, the backward of a call with a mask. On CPU
-and MPS the math path runs.
+traced again for it), another GPU than the one that the graph was made for, the backward of a call with a mask or
+dropout and a head_dim above 128. On CPU and MPS the math path runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +71,14 @@ def _hopper_backward():
     from .kernels.cuda import backward
 
     return backward
+
+
+@functools.cache
+def _hopper_bias():
+    """The gradient of an additive bias of the Hopper kernels, likewise."""
+    from .kernels.cuda import bias_gradient
+
+    return bias_gradient
 
 
 def launch_counts() -> dict[str, int]:
@@ -125,11 +133,10 @@ def _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_caus
     mask = _mask_as_rank_4(attn_mask)
     if (
         backend == "cuda"
-        and (mask is None or (mask.dtype == torch.bool and not is_causal))
-        and dropout_p == 0.0
+        and (mask is None or (not is_causal and dropout_p == 0.0 and _hopper().takes_mask(query, mask)))
         and _hopper().aligned(query, key, value)
     ):
-        _hopper().forward(query, key, value, is_causal, scale, out, logsumexp, mask)
+        _hopper().forward(query, key, value, is_causal, scale, out, logsumexp, mask, dropout_seed, dropout_p)
         return out
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
     _kernels().forward(
@@ -162,6 +169,15 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
                     output_mask, backend="triton"):  # fmt: skip
     """What the operator returns, with None for each gradient not asked for."""
     needs_query, needs_key, needs_value, needs_mask = output_mask
+    is_plain = backend == "cuda" and attn_mask is None and dropout_p == 0.0
+    if backend == "cuda":
+        hopper = _hopper_backward()
+    if is_plain:
+        kind = is_causal, scale, needs_query, needs_key, needs_value, _torch.deterministic_enabled()
+        tensors = grad_out, query, key, value, out, logsumexp
+        repeat = hopper.recent.find(kind, tensors)
+        if repeat is not None:
+            return *repeat(*tensors), None
     if query.numel() == 0 or key.numel() == 0 or out.numel() == 0:
         likes = (query, key, value, attn_mask)
         return tuple(
@@ -173,23 +189,30 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
     grad_key, grad_value = (torch.empty_like(key), torch.empty_like(value)) if both else (None, None)
     if grad_out.stride(3) != 1:  # the gradient of a sum is expanded, say: no vector loads without a copy
         grad_out = grad_out.contiguous()
-    if backend == "cuda" and attn_mask is None and dropout_p == 0.0:
-        hopper = _hopper_backward()
-        if not hopper.suits(grad_out):
+    mask = _mask_as_rank_4(attn_mask)
+    if backend == "cuda" and (mask is None or (mask.dtype == torch.bool and not is_causal)):
+        deterministic = _torch.deterministic_enabled()
+        fits = hopper.sums_fit(query, key) and hopper.extras_fit(query, value, mask, dropout_p, deterministic)
+        if fits and not hopper.suits(grad_out):
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
-        if hopper.sums_fit(query, key) and hopper.suits(query, key, value, out):
+        if fits and hopper.suits(query, key, value, out):
             if not both:
                 grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
-            hopper.backward(
+            plan = hopper.backward(
                 grad_out, query, key, value, out, logsumexp, is_causal, scale, grad_query, grad_key, grad_value,
-                torch.are_deterministic_algorithms_enabled(),
+                deterministic, mask, dropout_p, dropout_seed,
             )  # fmt: skip
+            if is_plain and grad_out is tensors[0]:
+                repeat = hopper.Repeat(plan, (grad_query, grad_key, grad_value), kind[2:5])
+                hopper.recent.remember(kind, tensors, repeat)
             return grad_query, grad_key if needs_key else None, grad_value if needs_value else None, None
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
-    mask = _mask_as_rank_4(attn_mask)
+    bias_gradient = None
+    if needs_mask and not is_causal and dropout_p == 0.0 and query.dtype != torch.float32:
+        bias_gradient = _bias_gradient(grad_out, query, key, value, mask, logsumexp, scale)
     grad_mask = _kernels().backward(
         grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
-        grad_key, grad_value, needs_mask, allow_tf32,
+        grad_key, grad_value, needs_mask and bias_gradient is None, allow_tf32, bias_gradient,
     )  # fmt: skip
     return (
         grad_query,
@@ -197,6 +220,27 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
         grad_value if needs_value else None,
         grad_mask.view(attn_mask.shape) if needs_mask else None,
     )
+
+
+def _bias_gradient(grad_out, query, key, value, mask, logsumexp, scale):
+    """A function from delta (see ``kernels.triton.attention.backward``) to the mask's gradient, by a Hopper kernel.
+
+    None where that has no kernel for the call.
+    """
+    hopper = _hopper_bias()
+    if not hopper.aligned(grad_out, query, key, value, mask):
+        return None
+    try:
+        plan = hopper.plan(grad_out, query, key, value, mask, logsumexp, scale)
+    except KernelUnavailable:
+        return None
+
+    def compute(delta):
+        grad_mask = torch.empty(mask.shape, dtype=mask.dtype, device=mask.device)
+        plan(grad_out, query, key, value, mask, logsumexp, delta, grad_mask)
+        return grad_mask
+
+    return compute
 
 
 def _with_triton_to_fall_back_on(implementation):
@@ -484,18 +528,36 @@ def run(
     return out, logsumexp[0] if logsumexp.dim() == 4 else logsumexp
 
 
-class HopperInference:
-    """`run` on the "cuda" backend for calls that differ in nothing but addresses and scale and need no gradient.
+class _Ready(NamedTuple):
+    """A forward on the Hopper kernels but for its addresses: the plan, and the outputs that it fills."""
 
-    It keeps the plan of the last call, which saves looking it up: 2 us of some 12. Calls with a mask go through `run`:
-    their plan depends on the mask's address too.
+    scale: float | None  # as it was given
+    options: tuple[Any, ...]  # those of `_gradients`
+    plan: Any
+    out: tuple[Any, ...]  # shape, strides, dtype
+    logsumexp: tuple[Any, ...] | None  # likewise; None: not asked for
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        empty = _torch.allocator(query)
+        out = empty(*self.out)
+        logsumexp = None if self.logsumexp is None else empty(*self.logsumexp)
+        self.plan(query, key, value, out, logsumexp)
+        return out, logsumexp
+
+
+class HopperRun:
+    """`run` on the "cuda" backend for calls that differ in nothing but addresses and scale, all aligned to 16 bytes.
+
+    It keeps what the last call has worked out, which saves looking it up: 2 us of some 12. Calls with a mask or
+    dropout go through `run`: their plans depend on more.
     """
 
-    __slots__ = ("_last",)
+    __slots__ = ("_needs_grad", "_ready")
 
-    def __init__(self) -> None:
-        # (scale as it was given, plan, is out like query?)
-        self._last: tuple[float | None, Any, bool] | None = None
+    def __init__(self, needs_grad: bool) -> None:
+        """needs_grad: all of them need a gradient, or none of them does."""
+        self._needs_grad = needs_grad
+        self._ready: _Ready | None = None
 
     def __call__(
         self,
@@ -511,20 +573,54 @@ class HopperInference:
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `run`."""
-        last = self._last
-        if return_lse or attn_mask is not None or not _torch.unobserved(query):
+        ready = self._ready
+        if (
+            return_lse
+            or attn_mask is not None
+            or dropout_p != 0.0
+            or not _torch.unobserved(query)
+            or (ready is None and (query.numel() == 0 or key.numel() == 0))
+        ):
             return run(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, backend="cuda",
                 return_lse=return_lse,
             )  # fmt: skip
-        if last is None or last[0] != scale:
-            if query.numel() == 0 or key.numel() == 0:
-                return run(query, key, value, None, 0.0, is_causal, scale, layout=layout, backend="cuda")
-            softmax_scale = reference.default_scale(query.size(-1)) if scale is None else scale
-            out = _empty_out(query, value.size(3), layout)
-            plan = _hopper().plan(query, key, value, out, False, is_causal, softmax_scale)
-            last = self._last = scale, plan, layout == "query" and query.size(3) == value.size(3)
-        else:
-            out = torch.empty_like(query) if last[2] else _empty_out(query, value.size(3), layout)
-        last[1](query, key, value, out, None)
+        if ready is None or ready.scale != scale:
+            ready = self._ready = self._prepare(query, key, value, is_causal, scale, layout)
+        return _apply_ready(query, key, value, ready) if self._needs_grad else ready(query, key, value)[0]
+
+    def _prepare(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, layout: str
+    ) -> _Ready:
+        softmax_scale = reference.default_scale(query.size(-1)) if scale is None else scale
+        out = _empty_out(query, value.size(3), layout)
+        plan = _hopper().plan(query, key, value, out, self._needs_grad, is_causal, softmax_scale)
+        logsumexp = None
+        if self._needs_grad:
+            _, heads, seqlen_q, _ = query.shape
+            logsumexp = (*query.shape[:3],), (heads * seqlen_q, seqlen_q, 1), torch.float32
+        options = 0.0, is_causal, softmax_scale, "cuda"
+        return _Ready(scale, options, plan, ((*out.shape,), out.stride(), out.dtype), logsumexp)
+
+
+class _ReadyAttention(torch.autograd.Function):
+    """`_Attention` with all but the tensors in one argument: each argument of a Function costs 0.2 us, and as much
+    again in the backward.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, ready):
+        out, logsumexp = ready(query, key, value)
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        ctx.options = ready.options
         return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        query, key, value, out, logsumexp = ctx.saved_tensors
+        needed = *ctx.needs_input_grad[:3], False
+        grads = _gradients((query, key, value, None, out, logsumexp, None), grad_out, ctx.options, needed)
+        return grads
+
+
+_apply_ready = super(torch.autograd.Function, _ReadyAttention).apply

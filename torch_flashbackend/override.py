@@ -196,13 +196,15 @@ class _CacheTag:
         config.cache_key_tag = "+".join(parts)
 
 
-def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., Tensor]]) -> Callable[..., Tensor]:
+def make_call_hook(
+    call_key: str, stock: Any, kernels: dict[tuple[str, bool], Callable[..., Tensor]]
+) -> Callable[..., Tensor]:
     """The kernel that stands in for aten::scaled_dot_product_attention at `call_key`.
 
     stock: the kernel that was there; kernels: those that it ends in (KernelHook.kernels). Everything that a call needs
-    is bound here, once. A call that is left to stock and needs no gradient runs with autograd's keys excluded, as in
-    inference mode, which is cheaper: the kernel itself where PyTorch would pass it the arguments as they are, else
-    torch's own Python function.
+    is bound here, once. A call that is left to stock runs the kernel itself where PyTorch would pass it the arguments
+    as they are; others that need no gradient run torch's own Python function with autograd's keys excluded, as in
+    inference mode, which is cheaper.
     """
     autograd_key = _torch.dispatch_key(call_key)
     view_key = _torch.dispatch_key("ADInplaceOrView")
@@ -236,7 +238,7 @@ def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., T
         entry = decisions.cache.get(keep_as)
         if entry is None:
             entry = decisions.decide(*arguments, entry="sdpa", keep_as=keep_as)
-            entry.kernel = kernels.get(entry.ends_in or "")
+            entry.kernel = kernels.get((entry.ends_in or "", not entry.simple))
         rest = decisions.settings(dropout_p, is_causal, scale, enable_gqa, None)
         if attn_mask is None:
             decisions.remember(recent, rest, entry, query, key, value)
@@ -327,6 +329,10 @@ def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., T
             )
         mark.stock = True
         try:
+            # A profiler wants to see all of stock's operators.
+            kernel = entry.kernel if known and not profiler_enabled() else None
+            if kernel is not None:
+                return kernel(query, key, value, is_causal, scale)
             if not (known and entry.simple) or function_modes():
                 return stock_boxed(
                     ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -334,9 +340,6 @@ def make_call_hook(call_key: str, stock: Any, kernels: dict[str, Callable[..., T
             exclude_key(autograd_key, True)
             exclude_key(view_key, True)
             try:
-                kernel = entry.kernel
-                if kernel is not None and not profiler_enabled():
-                    return kernel(query, key, value, is_causal, scale)
                 if scale is None and not enable_gqa:
                     return stock_sdpa(query, key, value, attn_mask, dropout_p, is_causal)
                 return stock_sdpa(

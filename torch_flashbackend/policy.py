@@ -135,15 +135,16 @@ def not_the_fastest_of_ours(problem: Problem, backend: str) -> Verdict | None:
 
     The portable kernels run what nobody has measured.
     """
-    if backend != SPECIAL or judge(problem, backend).take:
+    if backend != SPECIAL:
         return None
     measured = policy_for(problem)
     verdict, other = (_judge_all(problem, name, measured) for name in (SPECIAL, PORTABLE))
     if math.isnan(verdict.ratio):
-        return Verdict(False, verdict.reason, verdict.message)
-    if other.ratio > MARGIN * verdict.ratio:
-        return _slower_than_portable(verdict, other)
-    return None
+        return None if verdict.take else verdict
+    slower = other.ratio > MARGIN * verdict.ratio
+    if verdict.take:
+        slower = slower and other.take
+    return _slower_than_portable(verdict, other) if slower else None
 
 
 def _slower_than_portable(verdict: Verdict, other: Verdict) -> Verdict:

@@ -1,8 +1,8 @@
 """From tensors to launches: the forward and the backward of attention on Triton kernels.
 
-May import torch, this folder and the plugin's ``_torch.py``. Imported by ``torch_flashbackend.ops``. Everything here is
-rank 4, [B, H, S, D], with all sizes positive; masks are [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1], never expanded
-in memory.
+May import torch, this folder and the plugin's ``_torch.py`` and ``plans.py``. Imported by ``torch_flashbackend.ops``.
+Everything here is rank 4, [B, H, S, D], with all sizes positive; masks are [B or 1, H or 1, seqlen_q or 1, seqlen_k or
+1], never expanded in memory.
 
 What a call needs beside its pointers is worked out once and kept in a plan, keyed by everything that it depends on.
 """
@@ -15,6 +15,8 @@ import math
 import torch
 
 from ... import _torch
+from ...plans import Plans
+from ..mask_strides import strides_of
 from . import backward as backward_kernels
 from . import backward_wide as wide_kernels
 from . import dropout as dropout_kernels
@@ -30,66 +32,12 @@ from .tiles import Tile, choose, family
 
 MASK_NONE, MASK_BOOL, MASK_FLOAT = _NONE.value, _BOOL.value, _FLOAT.value
 _LOG2E = math.log2(math.e)
-_MAX_PLANS = 4096
-_MAX_RECENT = 16
 # Tensor cores cut off what they add up instead of rounding it. After as many rows that error is a tenth of bfloat16's
 # rounding, so longer sums are added up in parts; sums of up to four parts stay whole. A multiple of every tile.
 SUM_ROWS = 2**16
-# Whether backward_wide.py is used.
-WIDE = True
 
 
-class _Plans(dict):
-    """Plans by all that they depend on; before them those used last, for calls whose tensors are aligned to 16 bytes.
-
-    One look at all tensors of a backward from C++ costs 0.5 us, their signatures cost 8.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self._recent: tuple[tuple, ...] = ()
-        self._times: dict[tuple, int] = {}
-
-    def find(self, rest: tuple, tensors: tuple | list):
-        """The plan of a recent call like this one, or None. rest: what a plan depends on beside the tensors."""
-        for known, is_like, plan in self._recent:
-            if known == rest and is_like(*tensors):
-                for tensor in tensors:
-                    if tensor.data_ptr() & 15:
-                        return None
-                return plan
-        return None
-
-    def look_up(self, rest: tuple, tensors: tuple | list, make):
-        """The plan of any call, made where there is none; it becomes a recent one.
-
-        That costs 20 us, so of a plan made before only every eighth time: more calls may take turns than are recent.
-        """
-        key = (*map(_signature, tensors), *rest, tensors[0].device)
-        plan = self.get(key)
-        if plan is None:
-            if len(self) >= _MAX_PLANS:
-                self.clear()
-            plan = self[key] = make()
-        self._times[key] = times = self._times.get(key, -1) + 1
-        if times % 8 == 0 and not any(tensor.data_ptr() & 15 for tensor in tensors):
-            is_like = _torch.tensor_guard(tensors)
-            if is_like is not None:
-                self._recent = ((rest, is_like, plan), *self._recent[: _MAX_RECENT - 1])
-        return plan
-
-    def clear(self) -> None:
-        super().clear()
-        self._recent = ()
-        self._times.clear()
-
-
-_plans = _Plans()
-
-
-def _signature(tensor: torch.Tensor) -> tuple:
-    """What a plan depends on: sizes, strides, type and whether the pointer is aligned to 16 bytes."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15
+_plans = Plans()
 
 
 @functools.cache
@@ -146,12 +94,7 @@ class _Call:
 
         self.mask_strides, self.mask_divisor, self.mask_offset_type = (0, 0, 0, 0), 1, "i32"
         if mask is not None:
-            # A size-1 dimension that is broadcast is walked with stride 0.
-            full = (batch, heads, seqlen_q, self.seqlen_k)
-            self.mask_strides = tuple(
-                0 if size == 1 and wanted != 1 else stride
-                for size, wanted, stride in zip(mask.shape, full, mask.stride(), strict=True)
-            )
+            self.mask_strides = strides_of(mask, (batch, heads, seqlen_q, self.seqlen_k))
             if mask.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in self.mask_strides[:3]):
                 self.mask_divisor = 16
             # Rows and keys of the mask are counted from the start of the sequence, so the whole extent must fit.
@@ -271,7 +214,8 @@ class _Call:
         order = kernel.arg_names
         every_scalar = strides | mask_strides | scalars
         maps = {}
-        can_map = streamed and self.has_tma and (self.dtype.itemsize == 2 or self.constants["PRECISION"] == "fp16x3")
+        precision = names.get("PRECISION", self.constants["PRECISION"])
+        can_map = streamed and self.has_tma and (self.dtype.itemsize == 2 or precision == "fp16x3")
         if can_map and all(TensorMap.accepts(pointers[name]) for name in streamed):
             maps = {name: TensorMap(pointers[name], *block) for name, block in streamed.items()}
         constants = self.constants | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": bool(maps)} | names
@@ -317,13 +261,13 @@ class _DropoutKeys:
         return table
 
 
-def is_wide(call: _Call, tensors) -> bool:
-    """Do the kernels of backward_wide.py take this backward?"""
+def keys_are_wide(call: _Call, tensors) -> bool:
+    """Do the kernels of backward_wide.py compute the gradients of keys and values?"""
     return (
-        WIDE and call.family == "sm_90" and call.head_dim_padded == 512 and call.block_d == call.block_dv == 512
+        call.family == "sm_90" and call.block_d == 512 and call.constants["HEAD_DIM"] == call.constants["HEAD_DIM_V"]
         and call.mask_kind == MASK_NONE and not call.constants["DROPOUT"] and call.dtype.itemsize == 2 and call.has_tma
         and all(TensorMap.accepts(tensor) for tensor in tensors)
-        and max(call.seqlen_q * call.heads // call.kv_heads, call.seqlen_k) <= 4 * SUM_ROWS
+        and _rows_of_a_sum(call.seqlen_q * (call.heads // call.kv_heads)) == 0
     )  # fmt: skip
 
 
@@ -436,15 +380,15 @@ class _BackwardPlan:
         keys = self.dropout_keys.table if dropout_p > 0.0 else None
         inputs = {"query": query, "key": key, "value": value, "mask": mask, "mask_tiles": lists, "dropout_keys": keys}
         # Rows of statistics reach to the end of the last tile of every kernel, so that nobody needs bounds there.
-        kernels = ("backward_query", "backward_key_value", "backward_mask")
-        wide = is_wide(call, tensors) and grad_query is not None and grad_key is not None and not needs_mask
-        if wide:
-            kernels = ("wide_query", "wide_key", "wide_value")
+        wide = grad_key is not None and keys_are_wide(call, tensors)
+        of_keys = ("wide_key", "wide_value") if wide else ("backward_key_value", "backward_mask")
+        kernels = ("backward_query", *of_keys)
         longest = max(call.tile(kernel).block_m for kernel in kernels)
         self.padded_q = math.ceil(call.seqlen_q / longest) * longest
         plane = call.batch * call.heads * self.padded_q
         planes = 2 if low is None else 3
         self.statistics = planes * plane
+        self._delta_shape = call.batch, call.heads, self.padded_q
         # Its type is all that matters of a buffer here; each call brings its own.
         statistics = {"statistics": torch.empty(0, dtype=torch.float32, device=query.device)}
         rows_of_statistics = torch.empty((1, planes, call.batch * call.heads, self.padded_q), device="meta")
@@ -455,12 +399,6 @@ class _BackwardPlan:
         scalars |= {"scale": ("fp32", call.kernel_scale), "out_scale": ("fp32", scale)}
         names = {"HAS_LOW": low is not None}
 
-        self.mask = None
-        self.wide = None
-        if wide:
-            self._plan_wide(call, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value,
-                            statistics, rows_of_statistics, strides, scalars, logsumexp_pitch)
-            return
         tile = call.tile("backward_query")
         pointers = inputs | {"out": out, "logsumexp": logsumexp, "logsumexp_low": low, "grad_out": grad_out}
         pointers |= statistics | {"grad_query": grad_query}
@@ -475,10 +413,30 @@ class _BackwardPlan:
             {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
         )
 
+        # A bias with one row: its gradient falls off on the way to those of keys and values.
+        self.key_sums = None
+        if needs_mask and grad_key is not None and mask.size(2) == 1 and mask.size(3) > 1:
+            self.key_sums = call.batch, call.heads, 1, call.seqlen_k
+            self._shared_dims = [dim for dim in range(2) if mask.size(dim) != self.key_sums[dim]]
+
         self.key_value = None
-        if grad_key is not None:
+        self.wide: tuple[Launch, ...] = ()
+        if wide:
+            key_strides = call.strides("dkb dkh dkn dkd", grad_key)
+            value_strides = call.strides("dvb dvh dvn dvd", grad_value)
+            pointers = {"query": query, "key": key, "value": value, "grad_out": grad_out, **statistics}
+            self.wide = tuple(
+                self._wide_launch(call, kernel, pointers | {name: gradient}, strides | row_strides, scalars,
+                                  rows_of_statistics)
+                for kernel, name, gradient, row_strides in (
+                    (wide_kernels.attention_wide_key, "grad_key", grad_key, key_strides),
+                    (wide_kernels.attention_wide_value, "grad_value", grad_value, value_strides),
+                )
+            )
+        elif grad_key is not None:
             tile = call.tile("backward_key_value")
             pointers = inputs | statistics | {"grad_out": grad_out, "grad_key": grad_key, "grad_value": grad_value}
+            pointers |= {"key_sums_out": None if self.key_sums is None else statistics["statistics"]}
             key_strides = strides | call.strides("dkb dkh dkn dkd", grad_key)
             key_strides |= call.strides("dvb dvh dvn dvd", grad_value)
             bounds = {"BOUND_QUERIES": call.seqlen_q % tile.block_m != 0}
@@ -487,7 +445,7 @@ class _BackwardPlan:
             bounds |= {"MASK_AT_END": call.mask_kind == MASK_BOOL and call.mask_strides[2] == 0 and one_mask}
             # By the number of all rows, with a mask too: how many of them a list names is known on the GPU alone.
             rows = call.seqlen_q * (call.heads // call.kv_heads)
-            bounds |= {"SUM_ROWS": _rows_of_a_sum(rows)}
+            bounds |= {"SUM_ROWS": _rows_of_a_sum(rows), "KEY_SUMS": self.key_sums is not None}
             self.key_value = call.launch(
                 backward_kernels.attention_backward_key_value,
                 math.ceil(call.seqlen_k / tile.block_n) * call.batch * call.kv_heads, tile, pointers, key_strides,
@@ -496,7 +454,8 @@ class _BackwardPlan:
                 rows_of_statistics,
             )
 
-        if needs_mask:
+        self.mask = None
+        if needs_mask and self.key_sums is None:
             tile = call.tile("backward_mask")
             mask_batches, mask_heads, mask_q, mask_k = mask.shape
             tiles_q = math.ceil(mask_q / tile.block_m)
@@ -521,69 +480,54 @@ class _BackwardPlan:
             self.mask = call.launch(
                 backward_kernels.attention_backward_mask, owned * self.splits, tile, pointers, strides,
                 call.strides_of_mask() | mask_strides, scalars,
-                names | {"MASK_PER_KEY": mask_q == 1, "MASK_PER_QUERY": mask_k == 1}
-                | {"PRECISION": "tf32x3" if call.constants["PRECISION"] == "fp16x3" else call.constants["PRECISION"]},
+                names | {"MASK_PER_KEY": mask_q == 1, "MASK_PER_QUERY": mask_k == 1,
+                         "PRECISION": call.precision(allow_tf32)},
                 {"query": (tile.block_m, call.block_d), "grad_out": (tile.block_m, call.block_dv),
                  "key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
                 rows_of_statistics, whole_mask=mask_q > 1 and mask_k > 1,
             )
 
-    def _plan_wide(self, call, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value,
-                   statistics, rows_of_statistics, strides, scalars, logsumexp_pitch):
-        """The launches of backward_wide.py: query, key and value."""
-        common = {"query": query, "key": key, "value": value}
-        strides |= call.strides("ob oh om od", out) | call.strides("dqb dqh dqm dqd", grad_query)
-        strides |= call.strides("dkb dkh dkn dkd", grad_key) | call.strides("dvb dvh dvn dvd", grad_value)
-        scalars = scalars | {"logsumexp_pitch": ("i64", logsumexp_pitch)}
+    @staticmethod
+    def _wide_launch(call, kernel, pointers, strides, scalars, rows_of_statistics) -> Launch:
+        """The launch of a kernel of backward_wide.py, two programs for each tile of keys."""
+        tile = call.tile(kernel.__name__.removeprefix("attention_"))
         columns = call.block_d // 2
-        names = {"BLOCK_C": columns}
-        programs = 2 * call.batch
-
-        def launch(kernel, count, pointers, streamed, rows=None):
-            used = {name: stride for name, stride in strides.items() if name in kernel.arg_names}
-            return call.launch(kernel, count, tile, pointers, used, {}, scalars, names, streamed, rows)
-
-        tile = call.tile("wide_query")
-        query_launch = launch(
-            wide_kernels.attention_wide_query, programs * call.heads * self.padded_q // tile.block_m,
-            common | {"out": out, "logsumexp": logsumexp, "grad_out": grad_out, **statistics, "grad_query": grad_query},
-            {"key": (tile.block_n, columns), "value": (tile.block_n, columns)},
-        )
-        tile = call.tile("wide_key")
-        key_launch = launch(
-            wide_kernels.attention_wide_key, programs * call.kv_heads * math.ceil(call.seqlen_k / tile.block_n),
-            common | {**statistics, "grad_out": grad_out, "grad_key": grad_key},
-            {"query": (tile.block_m, columns), "grad_out": (tile.block_m, columns)}, rows_of_statistics,
-        )
-        tile = call.tile("wide_value")
-        value_launch = launch(
-            wide_kernels.attention_wide_value, programs * call.kv_heads * math.ceil(call.seqlen_k / tile.block_n),
-            {"query": query, "key": key, **statistics, "grad_out": grad_out, "grad_value": grad_value},
-            {"query": (tile.block_m, columns), "grad_out": (tile.block_m, columns)}, rows_of_statistics,
-        )
-        self.wide = query_launch, key_launch, value_launch
-        self.query = self.key_value = None
+        return call.launch(
+            kernel, 2 * math.ceil(call.seqlen_k / tile.block_n) * call.batch * call.kv_heads, tile,
+            {name: tensor for name, tensor in pointers.items() if name in kernel.arg_names},
+            {name: stride for name, stride in strides.items() if name in kernel.arg_names}, {}, scalars,
+            {"BLOCK_C": columns}, {"query": (tile.block_m, columns), "grad_out": (tile.block_m, columns)},
+            rows_of_statistics,
+        )  # fmt: skip
 
     @property
     def launches(self) -> list[Launch]:
         """In the order in which they run."""
-        if self.wide is not None:
-            return list(self.wide)
-        attention = [launch for launch in (self.query, self.key_value, self.mask) if launch is not None]
+        attention = [launch for launch in (self.query, self.key_value, *self.wide, self.mask) if launch is not None]
         return [*_launches_before(self), *attention]
 
     def allocate(self, query) -> torch.Tensor:
         """Room for the row statistics: float32, planes times [B, H, padded_q]."""
         return _torch.empty_float32(query, (self.statistics,), (1,))
 
+    def sum_of_heads(self, key_sums: torch.Tensor) -> torch.Tensor:
+        """A bias's gradient, of its shape, in float32: what all heads of all batches that share it have added."""
+        return key_sums.sum(self._shared_dims, keepdim=True) if self._shared_dims else key_sums
+
+    def delta(self, statistics: torch.Tensor) -> torch.Tensor:
+        """The plane of them that holds rowsum(grad_out * out): [B, H, padded_q]."""
+        plane = math.prod(self._delta_shape)
+        return statistics[plane : 2 * plane].view(self._delta_shape)
+
 
 def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
-             grad_key, grad_value, needs_mask, allow_tf32) -> torch.Tensor | None:
+             grad_key, grad_value, needs_mask, allow_tf32, bias_gradient=None) -> torch.Tensor | None:
     """Fill grad_query, grad_key, grad_value (None: not needed; key and value together) and return the mask's gradient.
 
     Arguments as in ``forward``. logsumexp [B, H, seqlen_q or more] or [2, B, H, seqlen_q], float32, contiguous: this
     forward's or PyTorch's (whose efficient kernel pads its rows, and whose masked rows are +inf instead of -inf). The
-    mask's gradient has the mask's shape and dtype and is contiguous.
+    mask's gradient has the mask's shape and dtype and is contiguous. bias_gradient: computes it in the stead of these
+    kernels, from delta [B, H, seqlen_q or more], float32; needs_mask is then False.
     """
     tensors = [query, key, value, out, grad_out]
     if mask is not None:
@@ -601,17 +545,23 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dr
             grad_key, grad_value, needs_mask, logsumexp.size(-1), allow_tf32))
     statistics = plan.allocate(query)
     lists = None if plan.mask_tiles is None else plan.mask_tiles.make(mask)
-    if plan.wide is not None:
-        wide_query, wide_key, wide_value = plan.wide
-        wide_query(query, key, value, out, logsumexp, grad_out, statistics, grad_query)
-        wide_key(query, key, value, statistics, grad_out, grad_key)
-        wide_value(query, key, statistics, grad_out, grad_value)
-        return None
     keys = None if plan.dropout_keys is None else plan.dropout_keys.make(dropout_seed)
     plan.query(query, key, value, mask, lists, keys, out, logsumexp, _low_part(logsumexp), grad_out, statistics,
                grad_query)
+    if plan.wide:
+        wide_key, wide_value = plan.wide
+        wide_key(query, key, value, statistics, grad_out, grad_key)
+        wide_value(query, key, statistics, grad_out, grad_value)
+        return None
+    key_sums = None
+    if plan.key_sums is not None:
+        key_sums = torch.empty(plan.key_sums, dtype=torch.float32, device=query.device)
     if plan.key_value is not None:
-        plan.key_value(query, key, value, mask, lists, keys, statistics, grad_out, grad_key, grad_value)
+        plan.key_value(query, key, value, mask, lists, keys, statistics, grad_out, grad_key, grad_value, key_sums)
+    if key_sums is not None:
+        return plan.sum_of_heads(key_sums).to(mask.dtype)
+    if bias_gradient is not None:
+        return bias_gradient(plan.delta(statistics))
     if plan.mask is None:
         return None
     buffer = torch.empty((plan.splits, *mask.shape), dtype=plan.mask_dtype, device=query.device)

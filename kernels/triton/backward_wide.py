@@ -1,25 +1,23 @@
-"""Attention backward for head dimensions above 256: three kernels, each with half of the columns of one gradient.
+"""Gradients of keys and values for head dimensions above 256: two kernels, each with half of the columns of one.
 
-The method and the statistics are those of ``backward.py``. An accumulator of 64 rows by 512 columns fills the registers
-of two warpgroups, and of 64 rows Triton has both compute every score. Here one warpgroup owns 64 rows by BLOCK_C
-columns, neighbouring programs own the parts of a row and share its tiles in L2, and dK and dV are computed apart:
+The method and the statistics are those of ``backward.py``, whose kernel for queries runs first. Accumulators of dK and
+dV with 512 columns leave room for 32 keys and 32 queries at a time. Here one warpgroup owns 64 rows by BLOCK_C columns
+of either, and neighbouring programs own the parts of a row and share its tiles in L2:
 
-    attention_wide_query    BLOCK_M rows of a part of dQ, loops over keys (scores, dP, dQ)
     attention_wide_key      BLOCK_N rows of a part of dK, loops over queries (scores, dP, dK)
     attention_wide_value    BLOCK_N rows of a part of dV, loops over queries (scores, dV)
 
-With two parts these are 13 half products and whole ones where 7 would do, at several times the rate. Tiles of 512
+With two parts these are as many operations as 8 products where 4 would do, at several times the rate. Tiles of 512
 columns come in two pieces of BLOCK_C: a program's part of a tile is one more piece, from L2.
 
-For calls without mask and dropout whose tensors the copy engine can walk, equal head dimensions. May import triton,
-``common.py`` and ``backward.py``. Launched by ``attention.py``.
+For calls without mask and dropout whose tensors the copy engine can walk, equal head dimensions. May import triton and
+``backward.py``. Launched by ``attention.py``.
 """
 
 import triton
 import triton.language as tl
 
 from .backward import _stream_statistics
-from .common import LOG2E
 
 
 @triton.jit
@@ -43,81 +41,6 @@ def _store_half(base, tile, first_row, rows, first_column, stride_row, num_rows,
 @triton.jit
 def _piece(source, batch, head, first_row, first_column, BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
     return source.load([batch, head, first_row, first_column]).reshape([BLOCK_ROWS, BLOCK_C])
-
-
-@triton.jit
-def _visit_keys(total, query_0, query_1, grad_0, grad_1, high, delta, first, last, query_index, key, value, batch,
-                kv_head, first_column, seqlen_k, scale, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-                PARTIAL: tl.constexpr, CAUSAL: tl.constexpr):
-    for start in tl.range(first, last, BLOCK_N):
-        scores = tl.dot(query_0, tl.trans(_piece(key, batch, kv_head, start, 0, BLOCK_N, BLOCK_C)))
-        scores = tl.dot(query_1, tl.trans(_piece(key, batch, kv_head, start, BLOCK_C, BLOCK_N, BLOCK_C)), scores)
-        grad = tl.dot(grad_0, tl.trans(_piece(value, batch, kv_head, start, 0, BLOCK_N, BLOCK_C)))
-        grad = tl.dot(grad_1, tl.trans(_piece(value, batch, kv_head, start, BLOCK_C, BLOCK_N, BLOCK_C)), grad)
-        probabilities = tl.exp2(scores * scale - high[:, None])
-        if PARTIAL:
-            key_index = start + tl.arange(0, BLOCK_N)
-            inside = (key_index < seqlen_k)[None, :]
-            if CAUSAL:
-                inside = inside & (query_index[:, None] >= key_index[None, :])
-            probabilities = tl.where(inside, probabilities, 0.0)
-        grad_scores = probabilities * (grad - delta[:, None])
-        key_part = _piece(key, batch, kv_head, start, first_column, BLOCK_N, BLOCK_C)
-        total = tl.dot(grad_scores.to(key_part.dtype), key_part, total)
-    return total
-
-
-@triton.jit
-def attention_wide_query(
-    query, key, value, out, logsumexp, grad_out, statistics, grad_query,
-    stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm,
-    stride_dqb, stride_dqh, stride_dqm,
-    logsumexp_pitch, padded_q, plane, num_heads, group_size, seqlen_q, seqlen_k, scale, out_scale,
-    HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-):
-    """BLOCK_C columns of grad_query, and the row statistics for the other kernels, from each of two programs."""
-    num_tiles = padded_q // BLOCK_M
-    program = tl.program_id(0) // 2
-    first_column = tl.program_id(0) % 2 * BLOCK_C
-    head_index = program // num_tiles
-    tile = program % num_tiles
-    if CAUSAL:
-        tile = num_tiles - 1 - tile
-    batch = head_index // num_heads
-    head = head_index % num_heads
-    kv_head = head // group_size
-    query += batch * stride_qb + head * stride_qh
-    out += batch * stride_ob + head * stride_oh
-    grad_out += batch * stride_gb + head * stride_gh
-    grad_query += batch * stride_dqb + head * stride_dqh
-    first_query = tile * BLOCK_M
-    rows = tl.arange(0, BLOCK_M)
-    query_index = first_query + rows
-
-    grad_0 = _load_half(grad_out, first_query, rows, 0, stride_gm, seqlen_q, BLOCK_C, HEAD_DIM)
-    out_half = _load_half(out, first_query, rows, 0, stride_om, seqlen_q, BLOCK_C, HEAD_DIM)
-    delta = tl.sum(out_half.to(tl.float32) * grad_0.to(tl.float32), 1)
-    grad_1 = _load_half(grad_out, first_query, rows, BLOCK_C, stride_gm, seqlen_q, BLOCK_C, HEAD_DIM)
-    out_half = _load_half(out, first_query, rows, BLOCK_C, stride_om, seqlen_q, BLOCK_C, HEAD_DIM)
-    delta += tl.sum(out_half.to(tl.float32) * grad_1.to(tl.float32), 1)
-    position = head_index.to(tl.int64) * logsumexp_pitch + query_index
-    high = tl.load(logsumexp + position, mask=query_index < seqlen_q, other=float("inf"))
-    high = tl.where(high == float("-inf"), float("inf"), high) * LOG2E
-    position_padded = head_index.to(tl.int64) * padded_q + query_index
-    tl.store(statistics + position_padded, high)
-    tl.store(statistics + plane + position_padded, delta)
-
-    query_0 = _load_half(query, first_query, rows, 0, stride_qm, seqlen_q, BLOCK_C, HEAD_DIM)
-    query_1 = _load_half(query, first_query, rows, BLOCK_C, stride_qm, seqlen_q, BLOCK_C, HEAD_DIM)
-    total = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    full_end = (tl.minimum(seqlen_k, first_query + 1) if CAUSAL else seqlen_k) // BLOCK_N * BLOCK_N
-    partial_end = tl.minimum(seqlen_k, first_query + BLOCK_M) if CAUSAL else seqlen_k
-    total = _visit_keys(total, query_0, query_1, grad_0, grad_1, high, delta, 0, full_end, query_index, key, value,
-                        batch, kv_head, first_column, seqlen_k, scale, BLOCK_N, BLOCK_C, False, CAUSAL)
-    if full_end < partial_end:
-        total = _visit_keys(total, query_0, query_1, grad_0, grad_1, high, delta, full_end, partial_end, query_index,
-                            key, value, batch, kv_head, first_column, seqlen_k, scale, BLOCK_N, BLOCK_C, True, CAUSAL)
-    _store_half(grad_query, total * out_scale, first_query, rows, first_column, stride_dqm, seqlen_q, BLOCK_C, HEAD_DIM)
 
 
 @triton.jit

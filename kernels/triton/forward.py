@@ -44,13 +44,13 @@ from .common import (
 
 @triton.jit
 def _visit_keys(accumulator, row_max, row_sum, query_tile, query_low, first, last, entries, first_query, query_rows,
-                key, value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, first_column, stride_kn, stride_kd,
-                stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
-                HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr,
-                MASK: tl.constexpr, NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
-                MASK_TMA: tl.constexpr, STEP: tl.constexpr, DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
-                TMA: tl.constexpr, PRECISION: tl.constexpr):
+                key, value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, first_column,
+                stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
+                dropout_threshold, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+                BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr,
+                CAUSAL: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr,
+                MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, STEP: tl.constexpr, DROPOUT: tl.constexpr,
+                UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
     """The loop over the keys first..last; PARTIAL: some may lie outside of the sequence or above the diagonal.
 
     STEP 1 or -1: first..last counts entries of a list of key blocks instead, read upwards or downwards. NATURAL: scores
@@ -227,19 +227,20 @@ def attention_forward(
             full_first, full_last, partial_first, partial_last = part_of_keys(
                 part, num_parts, full_end, partial_begin, partial_end, BLOCK_N, LISTED, SUM_ROWS)
         accumulator, row_max, row_sum = _visit_keys(
-            accumulator, row_max, row_sum, query_tile, query_low, full_first, full_last, full_entries, first_query, rows,
-            key, value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, first_column, stride_kn, stride_kd,
-            stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, row_scale, dropout_threshold, HEAD_DIM,
-            HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL,
-            MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+            accumulator, row_max, row_sum, query_tile, query_low, full_first, full_last, full_entries, first_query,
+            rows, key, value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, first_column,
+            stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, row_scale,
+            dropout_threshold, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, CAUSAL,
+            MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0,
+            DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         if partial_first < partial_last:
             accumulator, row_max, row_sum = _visit_keys(
                 accumulator, row_max, row_sum, query_tile, query_low, partial_first, partial_last, partial_entries,
                 first_query, rows, key, value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table,
-                first_column, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, row_scale,
-                dropout_threshold, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK,
-                NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA,
-                PRECISION)
+                first_column, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
+                row_scale, dropout_threshold, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                BOUND_KEYS or not LISTED, CAUSAL, MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA,
+                -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         if SUM_ROWS:
             shift = tl.where(row_max == float("-inf"), 0.0, row_max)
             to_exponent = LOG2E if NATURAL else row_scale

@@ -108,10 +108,9 @@ _TABLE = {
                 512: Tile(32, 32, 8, 1),
             },
             # Two programs for each tile, of half of the columns each.
-            "wide_forward": {512: Tile(64, 32, 4, 1)},
-            "wide_query": {512: Tile(64, 16, 4, 2)},
+            "wide_forward": {512: Tile(128, 64, 8, 1)},
             "wide_key": {512: Tile(16, 64, 4, 2)},
-            "wide_value": {512: Tile(32, 64, 4, 2)},
+            "wide_value": {512: Tile(64, 64, 4, 1)},
             "backward_query masked": {
                 64: Tile(64, 64, 4, 3),
             },
