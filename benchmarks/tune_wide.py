@@ -1,10 +1,10 @@
-"""Measure ways to run float32 without TF32, and head_dim 512, on this GPU beside PyTorch's default.
+"""Measure tiles of float32 without TF32, and of head_dim 512, on this GPU beside PyTorch's default.
 
     python -m benchmarks.tune_wide --out benchmarks/results/tune_wide.json [--only float32] [--budget 60]
 
-float32: products as three TF32 ones, six bfloat16 ones (Triton's) or three float16 ones (``common.split_rows``), each
-with several tiles, and the relative errors of each against float64 beside the default's. head_dim 512: whole tiles by
-two warpgroups, or halves of the columns by one. As ``tune_triton``, which times one kernel after the other.
+float32: products of float16 halves (``common.split_rows``) beside three TF32 ones, and the relative errors against
+float64 beside the default's. head_dim 512: the kernels of which two programs share the columns of a tile. As
+``tune_triton``, which times one kernel after the other.
 """
 
 from __future__ import annotations
@@ -26,68 +26,52 @@ from torch_flashbackend.kernels.triton.tiles import Tile
 
 
 class Variant(NamedTuple):
-    """A tile, how float32 products are made, and by how many programs the columns of a tile are shared."""
+    """A tile and, of float32, how products are made."""
 
     tile: Tile
     precision: str = ""
-    parts: int = 1
 
 
-def variants(precision: str, parts: int, *numbers: tuple[int, int, int, int]) -> list[Variant]:
-    return [Variant(Tile(*four), precision, parts) for four in numbers]
+def variants(precision: str, *numbers: tuple[int, int, int, int]) -> list[Variant]:
+    return [Variant(Tile(*four), precision) for four in numbers]
 
 
 # {(head_dim, kernel): variants}, each kernel's present choice first.
 CANDIDATES = {
-    (64, "forward"): variants("tf32x3", 1, (128, 32, 4, 3))
-    + variants("bf16x6", 1, (128, 32, 4, 2), (64, 64, 4, 2))
-    + variants("fp16x3", 1, (64, 64, 4, 2), (64, 64, 4, 1), (128, 64, 8, 2), (128, 64, 4, 2), (64, 32, 4, 2)),
-    (128, "forward"): variants("tf32x3", 1, (64, 32, 4, 2))
-    + variants("bf16x6", 1, (64, 32, 4, 2), (128, 32, 8, 2))
-    + variants("fp16x3", 1, (128, 64, 8, 2), (128, 64, 8, 1), (64, 64, 4, 1), (128, 32, 8, 2), (64, 32, 4, 2)),
-    (64, "backward_query"): variants("tf32x3", 1, (64, 32, 4, 2))
-    + variants("bf16x6", 1, (64, 32, 4, 2))
-    + variants("fp16x3", 1, (64, 64, 4, 2), (64, 32, 4, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
-    (128, "backward_query"): variants("tf32x3", 1, (32, 32, 8, 1))
-    + variants("bf16x6", 1, (64, 32, 4, 1))
-    + variants("fp16x3", 1, (128, 32, 8, 2), (64, 32, 4, 1), (64, 64, 8, 2), (128, 32, 8, 1)),
-    (64, "backward_key_value"): variants("tf32x3", 1, (32, 64, 4, 2))
-    + variants("bf16x6", 1, (32, 64, 4, 2))
-    + variants("fp16x3", 1, (32, 64, 4, 2), (64, 64, 4, 2), (32, 128, 8, 2), (64, 128, 8, 2)),
-    (128, "backward_key_value"): variants("tf32x3", 1, (32, 32, 8, 1))
-    + variants("bf16x6", 1, (32, 64, 4, 1))
-    + variants("fp16x3", 1, (32, 128, 8, 2), (32, 64, 4, 1), (32, 64, 8, 1), (64, 64, 8, 2)),
-    (512, "forward"): variants("", 1, (64, 64, 8, 1))
-    + variants("", 2, (64, 32, 4, 1), (64, 32, 4, 2), (128, 32, 8, 2), (128, 64, 8, 1), (128, 32, 8, 1)),
-    (512, "backward_query"): variants("", 1, (64, 32, 8, 1)),
-    (512, "backward_key_value"): variants("", 1, (32, 32, 8, 1)),
-    (512, "wide_query"): variants("", 2, (64, 16, 4, 2), (64, 32, 4, 1)),
-    (512, "wide_key"): variants("", 2, (16, 64, 4, 2), (32, 64, 4, 1)),
-    (512, "wide_value"): variants("", 2, (32, 64, 4, 2), (64, 64, 4, 1), (32, 128, 8, 2), (64, 128, 8, 1)),
+    (64, "forward"): variants("fp16x3", (128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 4, 2), (256, 64, 8, 2))
+    + variants("tf32x3", (128, 32, 4, 3)),
+    (128, "forward"): variants("fp16x3", (128, 64, 8, 2), (64, 64, 4, 1)) + variants("tf32x3", (64, 32, 4, 2)),
+    (64, "backward_query"): variants("fp16x3", (128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2))
+    + variants("tf32x3", (64, 32, 4, 2)),
+    (128, "backward_query"): variants("fp16x3", (128, 32, 8, 2), (64, 32, 4, 1)) + variants("tf32x3", (32, 32, 8, 1)),
+    (64, "backward_key_value"): variants("fp16x3", (32, 128, 8, 2), (64, 64, 4, 2), (64, 128, 8, 1))
+    + variants("tf32x3", (32, 64, 4, 2)),
+    (128, "backward_key_value"): variants("fp16x3", (32, 128, 8, 2), (32, 64, 4, 1), (16, 128, 8, 2))
+    + variants("tf32x3", (32, 32, 8, 1)),
+    (512, "wide_forward"): variants("", (128, 64, 8, 1), (128, 32, 8, 2)),
+    (512, "wide_key"): variants("", (16, 64, 4, 2), (32, 64, 4, 1)),
+    (512, "wide_value"): variants("", (64, 64, 4, 1), (32, 128, 8, 2)),
+    (512, "backward_query"): variants("", (64, 32, 8, 1)),
 }
-WIDE = ("wide_query", "wide_key", "wide_value")
 
 
 class choices:
     """While active, the kernel under test has this variant; the others have the table's."""
 
-    _original = (kernels._Call.split_products, kernels.value_parts_of, kernels.is_wide)
+    _split_products = kernels._Call.split_products
 
     def __init__(self, kernel: str, variant: Variant):
         self.kernel, self.variant = kernel, variant
 
     def __enter__(self):
-        variant, wide = self.variant, self.kernel in WIDE
-        kernel = "wide_forward" if self.kernel == "forward" and variant.parts == 2 else self.kernel
-        kernels.choose = lambda name, *rest: variant.tile if name == kernel else tiles.choose(name, *rest)
-        kernels.value_parts_of = lambda *_: variant.parts if self.kernel == "forward" else 1
-        kernels.is_wide = lambda *_: wide
-        if variant.precision:
-            kernels._Call.split_products = lambda call: call.constants.update(PRECISION=variant.precision)
+        tile, precision = self.variant
+        kernels.choose = lambda name, *rest: tile if name == self.kernel else tiles.choose(name, *rest)
+        if precision:
+            kernels._Call.split_products = lambda call: call.constants.update(PRECISION=precision)
 
     def __exit__(self, *_):
         kernels.choose = tiles.choose
-        kernels._Call.split_products, kernels.value_parts_of, kernels.is_wide = self._original
+        kernels._Call.split_products = self._split_products
 
 
 class Problem(tune_triton.Problem):
@@ -102,10 +86,9 @@ class Problem(tune_triton.Problem):
     def compile(self, variant, target):
         with choices(self.kernel, variant):
             query = torch.empty(1, 2, 512, self.head_dim, dtype=self.dtype)
-            kernels.compile_for(
-                target, query, query, query, is_causal=self.causal, backward=self.kernel != "forward",
-                only="attention_" + self.kernel,
-            )  # fmt: skip
+            forward = self.kernel.endswith("forward")
+            name = "attention_forward" if forward else f"attention_{self.kernel}"
+            kernels.compile_for(target, query, query, query, is_causal=self.causal, backward=not forward, only=name)
 
     def allocate(self):
         query, key, value = (
@@ -122,18 +105,18 @@ class Problem(tune_triton.Problem):
         before = query, key, value, None, None, 0.0, self.causal, scale, out, lse
         kernels._plans.clear()
         with choices(self.kernel, variant):
-            if self.kernel == "forward":
+            if self.kernel.endswith("forward"):
                 plan = kernels._ForwardPlan(*before, False)
                 return lambda: plan.attention(query, key, value, None, None, None, out, lse, None)
             plan = kernels._BackwardPlan(*before, grad_out, *grads, False, lse.size(-1), False)
         statistics = plan.allocate(query).zero_()
         if self.kernel == "backward_query":
-            return lambda: plan.query(query, key, value, None, None, None, out, lse, None, grad_out, statistics, grads[0])
+            before = query, key, value, None, None, None, out, lse, None, grad_out, statistics
+            return lambda: plan.query(*before, grads[0])
         if self.kernel == "backward_key_value":
-            return lambda: plan.key_value(query, key, value, None, None, None, statistics, grad_out, *grads[1:])
-        wide_query, wide_key, wide_value = plan.wide
-        if self.kernel == "wide_query":
-            return lambda: wide_query(query, key, value, out, lse, grad_out, statistics, grads[0])
+            before = query, key, value, None, None, None, statistics, grad_out
+            return lambda: plan.key_value(*before, *grads[1:], None)
+        wide_key, wide_value = plan.wide
         if self.kernel == "wide_key":
             return lambda: wide_key(query, key, value, statistics, grad_out, grads[1])
         return lambda: wide_value(query, key, statistics, grad_out, grads[2])
@@ -142,7 +125,8 @@ class Problem(tune_triton.Problem):
     def flops(self):
         """Two products for a forward, five for a whole backward, whichever way they are made."""
         query = self.tensors[0]
-        size = 2 * query.size(0) * query.size(1) * self.seqlen**2 * self.head_dim * (2 if self.kernel == "forward" else 5)
+        products = 2 if self.kernel.endswith("forward") else 5
+        size = 2 * query.size(0) * query.size(1) * self.seqlen**2 * self.head_dim * products
         return size / 2 if self.causal else size
 
 
@@ -171,34 +155,28 @@ class Default:
         return best
 
 
-def errors(head_dim, factor, causal):
-    """{way: relative root mean square errors of out, dQ, dK and dV}, of scores that are `factor` times as large."""
+def errors(head_dim, factor):
+    """{way: relative root mean square errors of out, dQ, dK and dV}, of scores that are `factor` times as large.
+
+    "exact logsumexp": of a backward that was given the logsumexp of float64, rounded once.
+    """
     shape, scale = (1, 4, 2048, head_dim), head_dim**-0.5
     query, key, value, grad = (torch.randn(shape, device="cuda") for _ in range(4))
     query *= factor
     wide = [t.double().requires_grad_() for t in (query, key, value)]
     scores = wide[0] @ wide[1].mT * scale
-    if causal:
-        scores = scores.masked_fill(~torch.ones(2048, 2048, dtype=torch.bool, device="cuda").tril(), float("-inf"))
     exact_out = scores.softmax(-1) @ wide[2]
     exact = [exact_out.detach(), *torch.autograd.grad(exact_out, wide, grad.double())]
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
-    out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+    out = F.scaled_dot_product_attention(*leaves)
     found = {"default": [out.detach(), *torch.autograd.grad(out, leaves, grad)]}
-    original = kernels._Call.split_products
-    for precision in ("tf32x3", "fp16x3"):
-        kernels._plans.clear()
-        kernels._Call.split_products = lambda call, precision=precision: call.constants.update(PRECISION=precision)
-        try:
-            out, lse = torch.empty_like(query), torch.empty(shape[:3], device="cuda")
-            arguments = None, 0.0, causal, scale
-            kernels.forward(query, key, value, None, *arguments, out, lse, False)
-            grads = [torch.empty_like(query) for _ in range(3)]
-            kernels.backward(grad, query, key, value, None, out, lse, *arguments, *grads, False, False)
-            found[precision] = [out, *grads]
-        finally:
-            kernels._Call.split_products = original
-            kernels._plans.clear()
+    out, lse = torch.empty_like(query), torch.empty(shape[:3], device="cuda")
+    arguments = None, 0.0, False, scale
+    kernels.forward(query, key, value, None, *arguments, out, lse, False)
+    for way, statistics in (("fp16x3", lse), ("exact logsumexp", scores.detach().logsumexp(-1).float())):
+        grads = [torch.empty_like(query) for _ in range(3)]
+        kernels.backward(grad, query, key, value, None, out, statistics, *arguments, *grads, False, False)
+        found[way] = [out, *grads]
     return {
         way: [((a.double() - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
         for way, results in found.items()
@@ -208,13 +186,13 @@ def errors(head_dim, factor, causal):
 def problems(only):
     half, single = torch.bfloat16, torch.float32
     listed = []
-    if only in ("wide", "all"):
-        listed += [Problem(k, 512, half, True, 4096) for k in ("forward", *WIDE, "backward_query", "backward_key_value")]
     if only in ("float32", "all"):
-        for head_dim in (128, 64):
-            for causal in (False, True):
-                names = ("forward", "backward_query", "backward_key_value")
-                listed += [Problem(kernel, head_dim, single, causal, 2048) for kernel in names]
+        order = (128, "backward_key_value"), (64, "backward_key_value"), (64, "forward"), (64, "backward_query")
+        order += (128, "forward"), (128, "backward_query")
+        listed += [Problem(kernel, head_dim, single, False, 2048) for head_dim, kernel in order]
+    if only in ("wide", "all"):
+        names = ("wide_forward", "wide_key", "wide_value", "backward_query")
+        listed += [Problem(kernel, 512, half, True, 4096) for kernel in names]
     return listed
 
 
@@ -246,16 +224,16 @@ def main():
         candidates = [{"variant": str(v), "ms": ms, "tflops": flops / ms / 1e9} for v, ms in ranked]
         failures = {str(variant): message for variant, message in failed.items()}
         for v, ms in ranked:
-            print(f"{problem.name}: {ms:8.3f} ms  {v.precision} parts {v.parts} {v.tile}", flush=True)
+            print(f"{problem.name}: {ms:8.3f} ms  {v.precision} {v.tile}", flush=True)
         for variant, message in failures.items():
             print(f"{problem.name}: FAILED {variant} {message}", flush=True)
-        results.add({"problem": problem.name, "candidates": candidates, "failed": failures, "default_ms": defaults[size]})
-    if options.only != "wide":
-        for head_dim, factor, causal in ((64, 1, False), (128, 1, True), (64, 30, True), (128, 30, False)):
-            found = errors(head_dim, factor, causal)
-            for way, values in found.items():
-                print(f"errors D={head_dim} x{factor} causal={causal} {way}: {[f'{v:.2e}' for v in values]}", flush=True)
-            results.add({"problem": f"errors D={head_dim} factor={factor} causal={causal}", "errors": found})
+        default = defaults[size]
+        results.add({"problem": problem.name, "candidates": candidates, "failed": failures, "default_ms": default})
+    for head_dim, factor in ((64, 1), (64, 30), (128, 30)) if options.only != "wide" else ():
+        found = errors(head_dim, factor)
+        for way, values in found.items():
+            print(f"errors D={head_dim} x{factor} {way}: {[f'{v:.2e}' for v in values]}", flush=True)
+        results.add({"problem": f"errors D={head_dim} factor={factor}", "errors": found})
     results.finish(not_measured)
 
 

@@ -140,7 +140,8 @@ def as_operand(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def split_rows(tile, LOADED: tl.constexpr):
-    """(high, low, factor): two float16 tiles whose sum is the float32 tile / factor * 2**14, factor [rows] a power of 2.
+    """(high, low, factor): two float16 tiles whose sum is the float32 tile / factor * 2**14; factors [rows] are powers
+    of two.
 
     Their 22 bits are what two TF32 numbers have, at twice the rate of tensor cores. The largest of a row comes to lie
     in 2**14..2**15, so that nothing overflows, and what is less than 2**-16 of it loses bits, down to 2**-39 of it.

@@ -135,15 +135,15 @@ _TABLE = {
             },
             # Products of float16 halves; one warpgroup for each 64 rows, or two would compute the same.
             "forward split": {
-                64: Tile(64, 64, 4, 2),
+                64: Tile(128, 64, 8, 2),
                 128: Tile(128, 64, 8, 2),
             },
             "backward_query split": {
-                64: Tile(64, 64, 4, 2),
+                64: Tile(128, 64, 8, 2),
                 128: Tile(128, 32, 8, 2),
             },
             "backward_key_value split": {
-                64: Tile(32, 64, 4, 2),
+                64: Tile(32, 128, 8, 2),
                 128: Tile(32, 128, 8, 2),
             },
             "backward_query": {
