@@ -55,10 +55,11 @@ CANDIDATES = {
 }
 
 
+SPLIT_PRODUCTS = kernels._Call.split_products
+
+
 class choices:
     """While active, the kernel under test has this variant; the others have the table's."""
-
-    _split_products = kernels._Call.split_products
 
     def __init__(self, kernel: str, variant: Variant):
         self.kernel, self.variant = kernel, variant
@@ -71,7 +72,7 @@ class choices:
 
     def __exit__(self, *_):
         kernels.choose = tiles.choose
-        kernels._Call.split_products = self._split_products
+        kernels._Call.split_products = SPLIT_PRODUCTS
 
 
 class Problem(tune_triton.Problem):
