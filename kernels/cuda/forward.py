@@ -429,7 +429,9 @@ _MAX_PLANS = 4096
 _plans: dict[tuple, Plan | decode.DecodePlan | KernelUnavailable] = {}
 
 
-def _make_plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p) -> Plan | decode.DecodePlan:
+def _make_plan(
+    query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p
+) -> Plan | decode.DecodePlan:
     if mask is not None or dropout_p > 0.0 or not decode.suits(query, key, value, is_causal):
         return Plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p)
     refusal = _refusal(query, key, value, None, is_causal, softmax_scale, 0.0)
