@@ -543,6 +543,7 @@ class HopperRun:
         if (
             return_lse
             or attn_mask is not None
+            or dropout_p > 0.0
             or not _torch.unobserved(query)
             or (ready is None and (query.numel() == 0 or key.numel() == 0))
         ):
