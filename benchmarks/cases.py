@@ -31,6 +31,8 @@ MASKS = {
     "lowest_causal": "float_mask",  # [B, 1, Sq, Sk], causal as zeros and the lowest finite number, as models make it
     "bias": "float_mask",  # [1, H, Sq, Sk], a position bias in query's dtype
     "batch_bias": "float_mask",  # [B, 1, Sq, Sk]
+    "key_bias": "float_mask",  # [1, H, 1, Sk], a slope along the keys for each head, as ALiBi has
+    "lowest_padding": "float_mask",  # [B, 1, 1, Sk], padding as zeros and the lowest finite number
     "bias_grad": "mask_grad",  # [1, H, Sq, Sk], with its gradient
 }
 
@@ -176,6 +178,13 @@ def _make_mask(case: Case, device: torch.device | str, generator: torch.Generato
     if case.mask == "lowest_causal":
         dtype = DTYPES[case.dtype]
         return torch.zeros(causal.shape, dtype=dtype, device=device).masked_fill(~causal, torch.finfo(dtype).min)
+    if case.mask == "lowest_padding":
+        dtype = DTYPES[case.dtype]
+        hidden = columns >= lengths
+        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, torch.finfo(dtype).min)
+    if case.mask == "key_bias":
+        slopes = 2.0 ** -torch.linspace(1.0, 8.0, case.heads, device=device)[None, :, None, None]
+        return (slopes * (columns - case.seqlen_k)).to(DTYPES[case.dtype])
     shape = (case.batch, 1) if case.mask == "batch_bias" else (1, case.heads)
     return torch.randn(
         (*shape, case.seqlen_q, case.seqlen_k), generator=generator, device=device, dtype=DTYPES[case.dtype]

@@ -25,7 +25,7 @@ from benchmarks import cases, contenders, harness
 from benchmarks.cases import Case, Inputs, make_inputs
 from benchmarks.harness import Budget, Meter, Results, Run, rotations, significant
 
-CONTENDERS = ("triton", "default", "flash", "cudnn")
+CONTENDERS = ("cuda", "triton", "default", "flash", "cudnn")
 KEPT_BYTES = 192 * 2**20
 MOST_SETS = 256
 LARGEST_BYTES = 60 * 2**30
@@ -107,7 +107,10 @@ def measure_case(case: Case, meter: Meter, rounds: int, smoke: bool) -> dict[str
     row: dict[str, Any] = {"label": case.label, "case": case.to_json(), "policy_case": case.policy_case}
     row |= {"sets": number, "bytes": moved, "refused": {}}
     recorded: dict[str, Recorded] = {}
+    ours = contenders.our_backends(device)
     for name in CONTENDERS:
+        if name in harness.OURS and name not in ours:
+            continue
         try:
             recorded[name] = Recorded(name, case, sets, device)
         except RuntimeError as error:
@@ -117,12 +120,15 @@ def measure_case(case: Case, meter: Meter, rounds: int, smoke: bool) -> dict[str
     row["again"] = significant(times.pop("again") / times[again], 4)
     row["us"] = {name: significant(us, 4) for name, us in times.items()}
     row["tb_per_s"] = {name: significant(moved / us * 1e-6, 4) for name, us in times.items()}
-    eager = {name: Run(recorded[name].calls[0], recorded[name].context) for name in ("triton", "default")
+    eager = {name: Run(recorded[name].calls[0], recorded[name].context) for name in (*harness.OURS, "default")
              if name in recorded}  # fmt: skip
     row["eager_us"] = {"forward": {name: significant(us, 4) for name, us in meter.eager_times(eager).items()}}
-    if len(eager) == 2:
-        row["our_kernels"] = contenders.kernels_launched(eager["triton"])
-        row["difference"] = significant(contenders.difference(eager["triton"], eager["default"]), 3)
+    found = [name for name in harness.OURS if name in eager]
+    row["our_kernels"] = {name: contenders.kernels_launched(eager[name]) for name in found}
+    if "default" in eager:
+        row["difference"] = {
+            name: significant(contenders.difference(eager[name], eager["default"]), 3) for name in found
+        }
     return row
 
 

@@ -25,7 +25,10 @@ NOTHING = (
     "No results file is committed yet. `make bench` on a GPU writes one, "
     "`benchmarks/report.py` fills this section from it."
 )
-KINDS = ("attention", "special", "overhead", "training", "generate", "encoder", "memory", "decode", "varlen")
+KINDS = (
+    "attention", "special", "overhead", "training", "generate", "encoder", "memory", "decode", "varlen",
+    "architectures",
+)  # fmt: skip
 PASSES = ("forward", "backward")
 PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms")
 PEERS = {
@@ -131,6 +134,8 @@ def _gpu_parts(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> l
         parts += _generate(kinds["generate"]["rows"])
     if "encoder" in kinds:
         parts += _encoder(kinds["encoder"]["rows"])
+    if "architectures" in kinds:
+        parts += _architectures(kinds["architectures"])
     return parts
 
 
@@ -265,12 +270,13 @@ def _decode(rows: list[dict[str, Any]]) -> list[str]:
         case, us = row["case"], row["us"]
         if "default" not in us:
             continue
+        ours = min(us[name] for name in OURS if name in us)
         if case["mask"]:
             name = "static cache, or padding, as a bool mask"
         else:
             queries = "one query" if case["seqlen_q"] == 1 else "2 to 8 queries"
             name = f"{queries}, {case['heads'] // case['kv_heads']} for each key head, D = {case['head_dim']}"
-        groups.setdefault(name, []).append(us["default"] / us["triton"])
+        groups.setdefault(name, []).append(us["default"] / ours)
     body = [
         [name, str(len(found)), f"{geometric_mean(found):.2f}", f"{min(found):.2f}", f"{max(found):.2f}"]
         for name, found in groups.items()
@@ -407,6 +413,25 @@ def _encoder(rows: list[dict[str, Any]]) -> list[str]:
         "a sentence's two embeddings."
     )
     return [text, _table([*head, "worst cosine"], body)]
+
+
+def _architectures(data: dict[str, Any]) -> list[str]:
+    """Models of transformers, tiny: errors of stock and of ours relative to float64."""
+    rows, arguments = data["rows"], data["arguments"]
+
+    def cell(errors: list[float] | None) -> str:
+        return "-" if errors is None else " / ".join(f"{error:.1e}" for error in errors)
+
+    body = [[row["label"], *(cell(row[name]) for name in ("stock", "plugin", "named")), str(row["calls"]),
+             "yes" if row["agrees"] else "no"] for row in rows]  # fmt: skip
+    head = ["architecture", "PyTorch", "with the plugin", '`"flashbackend"`', "calls", "agrees"]
+    agreeing = sum(row["agrees"] for row in rows)
+    text = (
+        f"{agreeing} of {len(rows)} architectures of transformers {arguments['transformers']} ({arguments['dtype']}, "
+        f"{arguments['seqlen']} tokens, padded, tiny random weights) err by at most twice what PyTorch alone does: "
+        "errors of output / gradients relative to float64, `examples/architectures.py`."
+    )
+    return [text, _table(head, body)]
 
 
 def _table(head: list[str], body: list[list[str]]) -> str:

@@ -142,7 +142,7 @@ class Tensors:
         if kernel == "backward_query":
             return query_kernel, make
         if kernel == "backward_key_value":
-            return lambda: plan.key_value(*inputs, lists, None, statistics, self.grad_out, *self.grads[1:]), make
+            return lambda: plan.key_value(*inputs, lists, None, statistics, self.grad_out, *self.grads[1:], None), make
         buffer = torch.empty((plan.splits, *self.mask.shape), dtype=plan.mask_dtype, device=self.query.device)
         return lambda: plan.mask(*inputs, None, statistics, self.grad_out, buffer), make
 

@@ -143,7 +143,7 @@ class Problem:
                 query, key, value, mask, lists, None, out, lse, low, grad_out, statistics, grads[0]
             )
         if self.kernel == "backward_key_value":
-            return lambda: plan.key_value(query, key, value, mask, lists, None, statistics, grad_out, *grads[1:])
+            return lambda: plan.key_value(query, key, value, mask, lists, None, statistics, grad_out, *grads[1:], None)
         buffer = torch.empty((plan.splits, *mask.shape), dtype=plan.mask_dtype, device="cuda")
         return lambda: plan.mask(query, key, value, mask, None, statistics, grad_out, buffer)
 

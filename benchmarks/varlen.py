@@ -6,7 +6,8 @@
 
 Contenders: "triton", F.scaled_dot_product_attention on nested tensors of jagged layout with the plugin on; "default",
 the same with it off; "varlen", torch_flashbackend.attention_varlen on the packed tensors, without the nested tensors'
-own work; and at equal lengths "dense", our dense Triton kernel on the same numbers. "nested_us" is the wall clock of
+own work, and "packed_triton" the same without the Hopper kernels; and at equal lengths "dense", our dense kernel of the
+"cuda" backend ("dense_triton": of the other) on the same numbers. "nested_us" is the wall clock of
 F.scaled_dot_product_attention alone, from nested tensors to nested tensors, with the plugin ("triton") and without
 ("default"): the longer of what the CPU and what the GPU needs, as users see it. TFLOP/s count each sequence's own
 square (half when causal; a window by its keys), so padding is nobody's work. See harness.py for how numbers come about.
@@ -15,11 +16,12 @@ square (half when causal; a window by its keys), so padding is nobody's work. Se
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,8 +32,10 @@ import torch_flashbackend
 from benchmarks import contenders, harness, measure
 from benchmarks.contenders import Prepared
 from benchmarks.harness import Budget, ClockLog, Meter, Results, Run, aa_report, say, significant
+from torch_flashbackend.kernels.cuda import varlen as cuda_varlen
 
-NAMES = ("triton", "varlen", "default", "dense")
+NAMES = ("triton", "varlen", "packed_triton", "default", "dense", "dense_triton")
+DENSE = {"dense": "cuda", "dense_triton": "triton"}
 EAGER = ("triton", "varlen", "default")
 BACKWARD_FLOPS = 2.5
 
@@ -170,8 +174,18 @@ def varlen_call(case: VarlenCase, inputs: Inputs) -> Callable[[], Tensor]:
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def without_hopper() -> Iterator[None]:
+    """Packed sequences on Triton's kernels alone."""
+    takes, cuda_varlen.takes = cuda_varlen.takes, lambda *_: False
+    try:
+        yield
+    finally:
+        cuda_varlen.takes = takes
+
+
 def dense_call(case: VarlenCase, inputs: Inputs) -> Callable[[], Tensor]:
-    """Our dense Triton kernel on the same numbers."""
+    """Our dense kernels on the same numbers."""
     if len(set(case.lengths)) > 1 or case.window >= 0:
         raise RuntimeError("the dense kernel takes equal lengths without a window")
     dense = [t.unflatten(0, (len(case.lengths), -1)).transpose(1, 2) for t in inputs.leaves]
@@ -183,12 +197,15 @@ def dense_call(case: VarlenCase, inputs: Inputs) -> Callable[[], Tensor]:
 
 def prepare(name: str, case: VarlenCase, device: torch.device) -> Prepared:
     """The calls of one contender. Raises RuntimeError where it does not take the case."""
-    make = {"triton": nested_call, "default": nested_call, "varlen": varlen_call, "dense": dense_call}[name]
+    make = {"triton": nested_call, "default": nested_call, "varlen": varlen_call, "packed_triton": varlen_call,
+            "dense": dense_call, "dense_triton": dense_call}[name]  # fmt: skip
     if name == "triton" and device.type != "cuda":
         raise RuntimeError("the plugin takes CUDA tensors")
     context = contenders.stock() if name == "default" else contenders.plugin_on("triton")
-    if name == "dense":
-        backend = "triton" if device.type == "cuda" else "math"
+    if name == "packed_triton":
+        context = without_hopper
+    if name in DENSE:
+        backend = DENSE[name] if device.type == "cuda" else "math"
         context = lambda: torch_flashbackend.sdpa_backend(backend)  # noqa: E731
     inference, training = make_inputs(case, device, False), make_inputs(case, device, True)
     with context():

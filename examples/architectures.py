@@ -19,6 +19,8 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -201,7 +203,7 @@ def ours(device: str) -> Iterator[None]:
     """The plugin on; every call that our kernels can take is taken, or, on a CPU, our math path."""
     torch_flashbackend.enable()
     try:
-        with torch_flashbackend.sdpa_backend("triton" if device == "cuda" else "math", "stock"):
+        with torch_flashbackend.sdpa_backend(*(("cuda", "triton") if device == "cuda" else ("math",)), "stock"):
             yield
     finally:
         torch_flashbackend.disable()
@@ -240,8 +242,20 @@ def compare(
             before = torch_flashbackend.stats()
             named = errors("flashbackend")
             after = torch_flashbackend.stats()
-    calls = sum(after.total(b) - before.total(b) for b in ("triton", "math"))
+    calls = sum(after.total(b) - before.total(b) for b in ("cuda", "triton", "math"))
     return Result(stock, plugin, named, calls, ROUNDINGS * torch.finfo(dtype).eps)
+
+
+def write_results(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """The table in the form of the benchmarks' results files, of kind "architectures"."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from benchmarks import harness
+
+    arguments = {"dtype": options.dtype, "seqlen": options.seqlen, "transformers": version("transformers")}
+    results = harness.Results(options.json, "architectures", harness.environment(options.device), arguments)
+    for row in rows:
+        results.add(row)
+    results.finish()
 
 
 def main() -> int:
@@ -252,6 +266,7 @@ def main() -> int:
     parser.add_argument("--device", default=device, choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="bfloat16" if device == "cuda" else "float32")
     parser.add_argument("--seqlen", type=int, default=512 if device == "cuda" else 40)
+    parser.add_argument("--json", type=Path, help="write the table there too, as the benchmarks write their results")
     options = parser.parse_args()
     try:
         import transformers
@@ -267,14 +282,18 @@ def main() -> int:
     def show(errors: tuple[float, float] | None) -> str:
         return "-" if errors is None else f"{errors[0]:.1e} / {errors[1]:.1e}"
 
-    failed = []
+    failed, rows = [], []
     for name in options.names:
         result = compare(name, options.device, getattr(torch, options.dtype), options.seqlen)
         verdict = "agrees" if result.agrees else "DIFFERS"
         row = " ".join(f"{show(errors):>17}" for errors in (result.stock, result.plugin, result.named))
         print(f"{name:13} {row} {result.calls:6}  {verdict:9}{ARCHITECTURES[name].note}", flush=True)
+        about = {"label": name, "note": ARCHITECTURES[name].note, "agrees": result.agrees}
+        rows.append(about | dataclasses.asdict(result))
         if not result.agrees:
             failed.append(name)
+    if options.json:
+        write_results(options, rows)
     print(f"{len(options.names) - len(failed)} of {len(options.names)} architectures agree with stock PyTorch")
     return 1 if failed else 0
 

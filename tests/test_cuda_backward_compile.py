@@ -31,12 +31,29 @@ def specialisations():
             dtype = torch.bfloat16 if is_bf16 else torch.float16
             for query_rows in (SHORT, LONG):
                 found.append(backward.specialise(*dims, dtype, is_causal, deterministic, query_rows))
+    for number, size in enumerate((64, 72, 128)):
+        spec = backward.specialise(size, size, torch.bfloat16, bool(number % 2), False, LONG)
+        found += [spec._replace(is_packed=True, is_causal=is_causal) for is_causal in (False, True)]
+        if max(dims) <= backward.MAX_EXTRAS_HEAD_DIM:
+            for dtype in (torch.bfloat16, torch.float16) if ALL else [(torch.bfloat16, torch.float16)[number % 2]]:
+                ordered = not deterministic or max(dims) <= backward.MAX_ORDERED_MASK_HEAD_DIM
+                for query_rows in (SHORT, LONG) if ordered else ():
+                    found.append(backward.specialise(*dims, dtype, False, deterministic, query_rows, is_masked=True))
+                for is_causal in (False, True) if ALL else [number // 2 % 2 == 0]:
+                    found.append(backward.specialise(*dims, dtype, is_causal, deterministic, LONG, has_dropout=True))
+                if not deterministic:
+                    found.append(backward.specialise(*dims, dtype, False, False, LONG, True, True))
     return list(dict.fromkeys(found))
 
 
 def name_of(spec):
-    kind = ("causal" if spec.is_causal else "full", "bf16" if spec.is_bf16 else "f16")
-    flags = ["deterministic"] * spec.deterministic + ["persistent"] * spec.tile.persistent
+    kind = ("masked" if spec.is_masked else "causal" if spec.is_causal else "full", "bf16" if spec.is_bf16 else "f16")
+    flags = (
+        ["dropout"] * spec.has_dropout
+        + ["deterministic"] * spec.deterministic
+        + ["persistent"] * spec.tile.persistent
+        + ["packed"] * spec.is_packed
+    )
     return "-".join([f"{spec.head_dim}-{spec.head_dim_v}", *kind, *flags])
 
 
@@ -64,7 +81,9 @@ def test_specialisation_has_no_spills_and_no_serialised_products(spec, tmp_path)
 def test_the_sample_has_every_combination_of_options():
     chosen = specialisations()
     assert len({(s.is_causal, s.is_bf16, s.deterministic) for s in chosen}) == 8
-    assert {s.tile for s in chosen} == {
+    assert len({(s.is_masked, s.is_causal, s.has_dropout, s.deterministic) for s in chosen}) == 4 + 2 + 4 + 1
+    plain = [s for s in chosen if not (s.is_masked or s.has_dropout)]
+    assert {s.tile for s in plain} == {
         tiles.choose_backward(*dims, is_causal, query_rows, deterministic)
         for dims in HEAD_DIMS
         for is_causal, query_rows, deterministic in itertools.product((False, True), (SHORT, LONG), (False, True))

@@ -14,11 +14,12 @@ from test_nvrtc import FakeDriver, install_fake_driver
 
 from torch_flashbackend import driver, nvrtc, ops, precompile
 from torch_flashbackend.kernels import KernelUnavailable
-from torch_flashbackend.kernels.cuda import backward, forward, tiles
+from torch_flashbackend.kernels.cuda import backward, dropout, forward, masks, tiles
 from torch_flashbackend.plans import Recent
 from torch_flashbackend.problem import Problem
 
 MEMORY = 1 << 30
+LISTS, TABLE = 1 << 29, 1 << 28  # of a mask, of dropout
 
 
 @pytest.fixture
@@ -65,11 +66,12 @@ def tensors(
     return on_device
 
 
-def run(listed, is_causal=True, scale=0.25, deterministic=False):
+def run(listed, is_causal=True, scale=0.25, deterministic=False, mask=None, dropout_p=0.0, seed=None):
     query, key, value, out, lse, grad_out, grad_query, grad_key, grad_value = listed
     backward.backward(
-        grad_out, query, key, value, out, lse, is_causal, scale, grad_query, grad_key, grad_value, deterministic
-    )
+        grad_out, query, key, value, out, lse, is_causal, scale, grad_query, grad_key, grad_value, deterministic, mask,
+        dropout_p, seed,
+    )  # fmt: skip
 
 
 def params_of(cuda, launch):
@@ -181,6 +183,68 @@ def test_calls_without_a_kernel(cuda):
     assert not cuda.launches and not cuda.compiled
 
 
+@pytest.mark.parametrize("own", [(True, True, True), (False, True, True), (True, False, True), (False, False, False)])
+@pytest.mark.parametrize(("head_dim", "deterministic"), [(72, False), (64, False), (128, False), (96, True)])
+def test_parameters_of_a_call_with_a_mask(cuda, monkeypatch, head_dim, deterministic, own):
+    """The mask's own dimensions decide how much is listed: `own` of batch, head and query."""
+    monkeypatch.setattr(masks, "_empty", lambda size, _: SimpleNamespace(data_ptr=lambda: LISTS, size=size))
+    shape = [size if is_own else 1 for size, is_own in zip((2, 4, 300), own)]
+    mask = OnDevice(torch.empty(*shape, 500, dtype=torch.bool, device="meta"), 9 << 20)
+    run(tensors(head_dim=head_dim), is_causal=False, deterministic=deterministic, mask=mask)
+    defines = cuda.compiled[-1].defines
+    assert (defines["MASKED"], defines["IS_CAUSAL"], defines["DETERMINISTIC"]) == (1, 0, deterministic)
+    block_m, planes = defines["BLOCK_M"], shape[0] * shape[1]
+    q_tiles, own_q_tiles = math.ceil(300 / block_m), math.ceil(shape[2] / block_m)
+    assert [launch[0][0] for launch in cuda.launches[:2]] == [planes * 4 * own_q_tiles, math.ceil(planes * 4 / 4)]
+    assert [launch[1][0] for launch in cuda.launches[:2]] == [256, 128]
+    (address,) = (ctypes.c_void_p * 1).from_address(cuda.launches[0][3])
+    bits = masks.BitsParams.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(masks.BitsParams)))
+    assert (bits.mask.mask, bits.bits) == (9 << 20, LISTS)
+    assert bits.mask.lists == LISTS + planes * 4 * own_q_tiles * block_m * 128 // 8
+    assert bits.contents == bits.mask.lists + 4 * planes * 4 * (2 + q_tiles)
+    assert (bits.mask_heads, bits.mask_rows) == tuple(shape[1:])
+    assert (bits.k_tiles, bits.q_tiles, bits.mask_q_tiles, bits.num_lists) == (4, q_tiles, own_q_tiles, planes * 4)
+    _, params = params_of(cuda, 3)
+    assert (params.mask.bits, params.mask.lists, params.mask.q_tiles) == (LISTS, bits.mask.lists, own_q_tiles)
+    assert params.mask.plane_stride_batch == (shape[1] if own[0] else 0)
+    assert params.mask.plane_stride_head == (1 if own[1] else 0)
+
+
+@pytest.mark.parametrize("dropout_p", [0.25, 1.0])
+def test_parameters_of_a_call_with_dropout(cuda, monkeypatch, dropout_p):
+    monkeypatch.setattr(dropout, "_empty", lambda size, _: SimpleNamespace(data_ptr=lambda: TABLE, size=size))
+    listed = tensors(head_dim=64)
+    run(listed, dropout_p=dropout_p, seed=OnDevice(torch.empty(1, dtype=torch.int64, device="meta"), 9 << 20))
+    assert cuda.compiled[-1].defines["DROPOUT"] and not cuda.compiled[-1].defines["MASKED"]
+    # 512 keys of queries and 512 of keys for each of 8 heads.
+    assert [launch[0][0] for launch in cuda.launches[:2]] == [8 * 1024 // 256, 8 * 3]
+    (address,) = (ctypes.c_void_p * 1).from_address(cuda.launches[0][3])
+    keys = dropout.DropoutKeysParams.from_buffer_copy(
+        ctypes.string_at(address, ctypes.sizeof(dropout.DropoutKeysParams))
+    )
+    assert (keys.seed, keys.keys, keys.rows, keys.columns) == (9 << 20, TABLE, 512, 512)
+    _, params = params_of(cuda, 2)
+    assert (params.dropout.keys, params.kept) == (TABLE, 1.0 - dropout_p)
+    assert params.dropout.threshold == (1 << 30 if dropout_p == 0.25 else 0xFFFF << 16)
+    scale = 4 / 3 if dropout_p == 0.25 else 0.0
+    assert params.dropout.scale == pytest.approx(scale)
+    # Scores are not scaled by it, the gradients of query and key are.
+    assert params.softmax_scale == pytest.approx(0.25 * scale)
+    assert params.softmax_scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
+    # Three statistics of a query, beside the query's gradient, in which there is room for 32.
+    assert params.statistics == listed[6].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "is_causal", "deterministic"), [(136, False, False), (64, True, False), (120, False, True)]
+)
+def test_masks_without_a_kernel(cuda, head_dim, is_causal, deterministic):
+    mask = OnDevice(torch.empty(1, 1, 300, 500, dtype=torch.bool, device="meta"), 9 << 20)
+    with pytest.raises(KernelUnavailable, match="mask"):
+        run(tensors(head_dim=head_dim), is_causal=is_causal, mask=mask, deterministic=deterministic)
+    assert not cuda.launches and not cuda.compiled
+
+
 def test_strides_that_the_copy_engine_cannot_walk():
     tensor = torch.empty(2, 4, 10, 16)
     assert backward.walkable(tensor, tensor.transpose(1, 2), tensor[:1, :, ::2])
@@ -194,8 +258,13 @@ def test_strides_that_the_copy_engine_cannot_walk():
     [
         ("cuda", {}, "cuda"),
         ("triton", {}, "triton"),
-        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, "triton"),
-        ("cuda", {"dropout_p": 0.5}, "triton"),
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, "cuda"),
+        ("cuda", {"attn_mask": torch.ones(5, 5, dtype=torch.bool)}, "cuda"),
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5)}, "triton"),
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool), "is_causal": True}, "triton"),
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool), "max_extras_head_dim": 8}, "triton"),
+        ("cuda", {"dropout_p": 0.5}, "cuda"),
+        ("cuda", {"dropout_p": 0.5, "max_extras_head_dim": 8}, "triton"),
         ("cuda", {"max_rows": 4}, "triton"),
     ],
 )
@@ -204,21 +273,26 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
 
     def fake(grad_out, query, key, value, out, lse, is_causal, scale, *grads_and_mode):
         called.append("cuda")
+        assert grads_and_mode[5:] == (options.get("dropout_p", 0.0), None)
+        assert grads_and_mode[4] is None or grads_and_mode[4].shape == (1, 1, 5, 5)
         assert grad_out.stride() == out.contiguous().stride()  # it was expanded: copied
         for grad in grads_and_mode[:3]:
             grad.fill_(3.0)
 
     hopper = SimpleNamespace(
-        backward=fake, suits=backward.suits, sums_fit=backward.sums_fit, recent=Recent(), Repeat=backward.Repeat
-    )
+        backward=fake, suits=backward.suits, sums_fit=backward.sums_fit, extras_fit=backward.extras_fit,
+        recent=Recent(), Repeat=backward.Repeat,
+    )  # fmt: skip
+    monkeypatch.setattr(backward, "MAX_EXTRAS_HEAD_DIM", options.get("max_extras_head_dim", 128))
     monkeypatch.setattr(backward, "MAX_SUM_ROWS", options.get("max_rows", 5))
     monkeypatch.setattr(ops, "_hopper_backward", lambda: hopper)
     monkeypatch.setattr(ops, "_kernels", lambda: SimpleNamespace(backward=lambda *_: called.append("triton")))
     query, key, value = (sample(1, 2, 5, 16, seed=i).detach() for i in range(3))
     grad_out = torch.ones(()).expand_as(query)
     attn_mask, dropout_p = options.get("attn_mask"), options.get("dropout_p", 0.0)
+    is_causal = options.get("is_causal", attn_mask is None)
     grads = ops._gradients_cuda(
-        grad_out, query, key, value, attn_mask, query.clone(), torch.zeros(1, 2, 5), None, dropout_p, True, 0.25,
+        grad_out, query, key, value, attn_mask, query.clone(), torch.zeros(1, 2, 5), None, dropout_p, is_causal, 0.25,
         (True, False, True, False), backend,
     )  # fmt: skip
     assert called == [ran]

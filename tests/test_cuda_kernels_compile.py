@@ -40,13 +40,40 @@ def specialisations():
             for tile in tiles.masked_variants(head_dim, head_dim_v):
                 for chosen in options if ALL else [options[(number + 2) % 4]]:
                     found.append(forward.Specialisation(head_dim, head_dim_v, False, *chosen, tile, is_masked=True))
+    # Packed sequences: the tiles of a causal and of a full call.
+    for number, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
+        if ALL or head_dim in (64, 72, 128, 192, 256):
+            for is_causal in (False, True):
+                for tile in tiles.variants(head_dim, head_dim_v, is_causal):
+                    is_bf16 = bool((number + is_causal) % 2)
+                    found.append(
+                        forward.Specialisation(head_dim, head_dim_v, is_causal, is_bf16, True, tile, is_packed=True)
+                    )
+    # With a float mask: every kind of it at the common head dimensions, one in turn at the others.
+    for number, dims in enumerate(HEAD_DIMS):
+        for kind, (tile, size, per_key) in enumerate(tiles.biased_variants(*dims)):
+            if ALL or dims in ((64, 64), (128, 128)) or kind == number % 4:
+                for chosen in options if ALL else [options[(number + kind) % 4]]:
+                    found.append(forward.Specialisation(*dims, False, *chosen, tile, True, size, per_key))
+    # With dropout, likewise.
+    for number, dims in enumerate(HEAD_DIMS):
+        if dims[0] > tiles.MAX_DROPOUT_HEAD_DIM:
+            continue
+        tile = tiles.choose_dropout(*dims)
+        if ALL or dims[0] <= 128 or dims[0] % 64 == 0:
+            for chosen in options if ALL else [options[number % 4]]:
+                is_causal = number % 2 == 0
+                found.append(forward.Specialisation(*dims, is_causal, *chosen, tile, has_dropout=True))
     return found
 
 
 def name_of(spec):
     size = f"{spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"{spec.head_dim}-{spec.head_dim_v}"
     mask = "masked" if spec.is_masked else "causal" if spec.is_causal else "full"
-    kind = (mask, "bf16" if spec.is_bf16 else "f16", "lse" if spec.write_lse else "")
+    form = "packed" if spec.is_packed else ""
+    mask += f"-float{8 * spec.bias_bytes}" if spec.bias_bytes else ""
+    mask += "-per-key" * spec.bias_per_key + "-dropout" * spec.has_dropout
+    kind = (form, mask, "bf16" if spec.is_bf16 else "f16", "lse" if spec.write_lse else "")
     return "-".join([size, *filter(None, kind), f"{spec.tile.block_m}x{spec.tile.block_n}"])
 
 

@@ -13,7 +13,7 @@ from test_nvrtc import FakeDriver, install_fake_driver
 
 from torch_flashbackend import driver, nvrtc, routing
 from torch_flashbackend.kernels import KernelUnavailable
-from torch_flashbackend.kernels.cuda import forward, masks, tiles
+from torch_flashbackend.kernels.cuda import dropout, forward, masks, tiles
 from torch_flashbackend.kernels.triton import attention
 
 NUM_SMS = 10
@@ -85,12 +85,12 @@ def call(batch=2, heads=4, kv_heads=2, seqlen_q=300, seqlen_k=500, head_dim=72, 
     return query, key, value, out, logsumexp
 
 
-def launched(cuda):
+def launched(cuda, num_maps=4):
     """(addresses that the four tensor maps hold, the parameters) of the last launch."""
-    pointers = (ctypes.c_uint64 * 5).from_address(cuda.arguments)
+    pointers = (ctypes.c_uint64 * (num_maps + 1)).from_address(cuda.arguments)
     maps = [ctypes.c_uint64.from_address(pointers[i]).value for i in range(4)]
     return maps, forward.ForwardParams.from_buffer_copy(
-        ctypes.string_at(pointers[4], ctypes.sizeof(forward.ForwardParams))
+        ctypes.string_at(pointers[num_maps], ctypes.sizeof(forward.ForwardParams))
     )
 
 
@@ -428,10 +428,12 @@ def test_the_next_mask_patches_pointers_alone_unless_its_alignment_differs(maske
 def test_masks_that_the_kernel_does_not_take(masked):
     tensors = [OnDevice(torch.empty(1, 1, 64, 64, dtype=torch.float16, device="meta"), i << 20) for i in range(1, 5)]
     query, key, value, out = tensors
-    with pytest.raises(KernelUnavailable, match="bool masks alone, without is_causal"):
+    with pytest.raises(KernelUnavailable, match="no mask together with is_causal"):
         forward.forward(query, key, value, True, 1.0, out, None, bool_mask(1, 1, 64, 64))
-    numbers = OnDevice(torch.empty(1, 1, 64, 64, dtype=torch.float16, device="meta"), 5 << 20)
-    with pytest.raises(KernelUnavailable, match="bool masks alone"):
+    with pytest.raises(KernelUnavailable, match="no mask together with dropout"):
+        forward.forward(query, key, value, False, 1.0, out, None, bool_mask(1, 1, 64, 64), None, 0.5)
+    numbers = OnDevice(torch.empty(1, 1, 64, 68, dtype=torch.float16, device="meta")[..., :64], 5 << 20)
+    with pytest.raises(KernelUnavailable, match="cannot walk a float mask"):
         forward.forward(query, key, value, False, 1.0, out, None, numbers)
     assert "cuLaunchKernelEx" not in masked.calls
 
@@ -450,3 +452,118 @@ def test_masked_tiles_are_made_of_whole_pieces(head_dim):
         assert spec.shared_bytes <= 227 << 10
         # Bits enough, too, for the keys of a row in one word of the kernel's.
         assert tile.block_n % masks.PIECE == 0 and tile.block_n <= 128
+
+
+# ---------------------------------------------------------------------------------------------------------- float masks
+
+
+def float_mask(*shape, dtype=torch.bfloat16, address=3 << 20, pitch=None):
+    shape = (*shape[:3], shape[3] if pitch is None else pitch)
+    return OnDevice(torch.empty(shape, dtype=dtype, device="meta"), address)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((2, 4, 304, 512), torch.bfloat16),
+        ((1, 4, 304, 512), torch.bfloat16),
+        ((2, 1, 304, 512), torch.float32),
+        ((2, 1, 1, 512), torch.bfloat16),
+        ((1, 1, 1, 512), torch.float32),
+    ],
+)
+def test_parameters_of_a_launch_with_a_float_mask(masked, shape, dtype):
+    mask = float_mask(*shape, dtype=dtype)
+    call(seqlen_q=304, seqlen_k=512, head_dim=128, mask=mask)
+    size, per_key = dtype.itemsize, shape[2] == 1
+    tile = tiles.choose_biased(128, 128, size, per_key)
+    defines = masked.compiled[-1].defines
+    expected = {"MASKED": 1, "BIAS_BYTES": size, "BIAS_PER_KEY": int(per_key), "BIAS_STAGES": tile.mask_stages}
+    assert expected.items() <= defines.items()
+    # The mask's own map: what it has in memory, in boxes of 128 bytes a row.
+    pointers = (ctypes.c_uint64 * 6).from_address(masked.arguments)
+    assert ctypes.c_uint64.from_address(pointers[4]).value == mask.data_ptr()
+    encoded = masked.encodings[-5]
+    assert list(encoded[3]) == [512, shape[2], shape[1], shape[0]]
+    assert list(encoded[5]) == [128 // size, 1 if per_key else tile.block_m, 1, 1]
+    _, params = launched(masked, 5)
+    assert params.softmax_scale == pytest.approx(0.25)
+    # Tiles of all batches of a head come next to each other where they share its mask.
+    assert params.batch_first == (shape[0] == 1)
+    ((config, lists),) = masked.lists
+    assert config.shared_bytes == 512 * size // 16 and lists.mask_rows == shape[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "address", "taken"),
+    [
+        (lambda m: m, 0, True),
+        (lambda m: m.expand(2, 4, 300, 512), 0, True),
+        (lambda m: torch.empty(2, 1, 300, 520, dtype=m.dtype, device="meta")[..., :512], 0, True),
+        (lambda m: torch.empty(2, 1, 300, 515, dtype=m.dtype, device="meta")[..., :512], 0, False),
+        (lambda m: torch.empty(2, 1, 512, 300, dtype=m.dtype, device="meta").mT, 0, False),
+        (lambda m: m[..., :1], 0, False),
+        (lambda m: m, 2, False),
+        (lambda m: m.half(), 0, False),
+        (lambda m: m.float(), 0, True),
+        (lambda m: m.bool(), 2, True),
+    ],
+)
+def test_float_masks_that_the_kernel_reads(change, address, taken):
+    query = torch.empty(2, 4, 300, 64, dtype=torch.bfloat16, device="meta")
+    mask = change(torch.empty(2, 1, 300, 512, dtype=torch.bfloat16, device="meta"))
+    assert forward.takes_mask(query, OnDevice(mask, (3 << 20) + address)) is taken
+
+
+def test_float32_masks_leave_no_registers_above_a_head_dim():
+    assert tiles.MAX_FLOAT32_BIAS_HEAD_DIM == routing.HOPPER_MAX_BIAS_HEAD_DIM
+    assert tiles.MAX_DROPOUT_HEAD_DIM == routing.HOPPER_MAX_DROPOUT_HEAD_DIM
+    for head_dim, taken in ((192, True), (200, False)):
+        query = torch.empty(1, 1, 64, head_dim, dtype=torch.bfloat16, device="meta")
+        assert forward.takes_mask(query, float_mask(1, 1, 64, 64, dtype=torch.float32)) is taken
+
+
+@pytest.mark.parametrize("head_dims", [*((size, size) for size in range(16, 257, 16)), (192, 128)])
+def test_tiles_with_a_float_mask_fit_the_multiprocessor(head_dims):
+    for tile, size, per_key in tiles.biased_variants(*head_dims):
+        spec = forward.Specialisation(*head_dims, False, True, True, tile, True, size, per_key)
+        assert spec.shared_bytes <= 227 << 10
+        assert tile.block_n % (128 // size) == 0 and tile.block_n % (16 // size) == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- dropout
+
+KEYS = 6 << 20  # where the table of random keys lies
+
+
+def test_parameters_of_a_launch_with_dropout(cuda, monkeypatch):
+    sizes = []
+
+    def empty(size, device):
+        sizes.append(size)
+        return OnDevice(torch.empty(size, device="meta"), KEYS)
+
+    monkeypatch.setattr(dropout, "_empty", empty)
+    before = len(cuda.calls)
+    query, key, value, out = (
+        OnDevice(torch.empty(2, heads, length, 128, dtype=torch.float16, device="meta"), address << 20)
+        for heads, length, address in ((4, 300, 1), (2, 500, 2), (2, 500, 3), (4, 300, 4))
+    )
+    seed = OnDevice(torch.empty(1, dtype=torch.int64, device="meta"), 9 << 20)
+    forward.forward(query, key, value, True, 1.0, out, None, None, seed, 0.25)
+    assert cuda.calls[before:].count("cuLaunchKernelEx") == 2
+    assert sizes == [8 * (512 + 512)]  # queries and keys of each head, padded to 256
+    _, params = launched(cuda)
+    assert (params.dropout.keys, params.dropout.threshold) == (KEYS, 2**14 << 16)
+    assert params.dropout.scale == pytest.approx(4 / 3)
+    assert cuda.compiled[-1].defines["DROPOUT"] == 1
+    forward.forward(query, key, value, True, 1.0, out, None)
+    assert cuda.compiled[-1].defines["DROPOUT"] == 0
+    assert dropout.params_of(1.0).scale == 0.0 and dropout.params_of(1.0).threshold == 0xFFFF0000
+
+
+@pytest.mark.parametrize("head_dim", range(16, 193, 16))
+def test_tiles_with_dropout_fit_the_multiprocessor_and_the_table(head_dim):
+    tile = tiles.choose_dropout(head_dim, head_dim)
+    spec = forward.Specialisation(head_dim, head_dim, True, True, True, tile, has_dropout=True)
+    assert spec.shared_bytes <= 227 << 10 and dropout.PITCH % tile.block_n == 0

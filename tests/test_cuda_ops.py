@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_flashbackend import decisions, kernel_hook, ops, policy, problem, routing, sdpa_backend, stats
 from torch_flashbackend.kernels import KernelUnavailable
+from torch_flashbackend.kernels.cuda import forward
 
 OPTIONS = (None, None, 0.0, True, 0.3, "query")
 
@@ -28,11 +29,12 @@ def kernels(monkeypatch):
     """Kernels that only say that they were called; `failure`: what the Hopper kernels raise."""
     found = SimpleNamespace(calls=[], failure=None, plans=0, mask=None)
 
-    def hopper(query, key, value, is_causal, scale, out, logsumexp, mask=None):
+    def hopper(query, key, value, is_causal, scale, out, logsumexp, mask=None, dropout_seed=None, dropout_p=0.0):
         if found.failure:
             raise found.failure
         found.calls.append("cuda")
         found.mask = mask
+        found.dropout = dropout_seed, dropout_p
         out.fill_(1.0)
 
     def plan(*arguments):
@@ -44,7 +46,8 @@ def kernels(monkeypatch):
         arguments[8].fill_(2.0)
 
     aligned = lambda *tensors: all(tensor.data_ptr() % 16 == 0 for tensor in tensors)  # noqa: E731
-    monkeypatch.setattr(ops, "_hopper", lambda: SimpleNamespace(forward=hopper, aligned=aligned, plan=plan))
+    monkeypatch.setattr(ops, "_hopper", lambda: SimpleNamespace(
+        forward=hopper, aligned=aligned, plan=plan, takes_mask=forward.takes_mask))  # fmt: skip
     monkeypatch.setattr(ops, "_kernels", lambda: SimpleNamespace(forward=triton))
     return found
 
@@ -71,13 +74,22 @@ def test_misaligned_addresses_run_on_triton(kernels, qkv, position):
     assert kernels.calls == ["triton"]
 
 
-def test_masks_of_numbers_and_dropout_run_on_triton(kernels, qkv):
-    ops._attention_cuda(*qkv, torch.ones(5, 5), None, 0.0, False, 0.3, "query", "cuda")
-    ops._attention_cuda(*qkv, None, torch.zeros(1, dtype=torch.int64), 0.5, False, 0.3, "query", "cuda")
-    seen = torch.ones(5, 5, dtype=torch.bool)
-    ops._attention_cuda(*qkv, seen, torch.zeros(1, dtype=torch.int64), 0.5, False, 0.3, "query", "cuda")
+def test_what_is_not_theirs_runs_on_triton(kernels, qkv):
+    seed, seen = torch.zeros(1, dtype=torch.int64), torch.ones(5, 5, dtype=torch.bool)
+    ops._attention_cuda(*qkv, torch.ones(5, 5), None, 0.0, False, 0.3, "query", "cuda")  # rows of 20 bytes
+    ops._attention_cuda(*qkv, seen, seed, 0.5, False, 0.3, "query", "cuda")
     ops._attention_cuda(*qkv, seen, None, 0.0, True, 0.3, "query", "cuda")
-    assert kernels.calls == ["triton"] * 4
+    assert kernels.calls == ["triton"] * 3
+
+
+def test_float_masks_in_rows_of_16_bytes_and_dropout_are_theirs(kernels, qkv):
+    seed, room = torch.zeros(1, dtype=torch.int64), torch.zeros(5, 8)
+    assert room.data_ptr() % 16 == 0
+    ops._attention_cuda(*qkv, room[:, :5], None, 0.0, False, 0.3, "query", "cuda")
+    assert kernels.mask.shape == (1, 1, 5, 5) and kernels.mask.data_ptr() == room.data_ptr()
+    ops._attention_cuda(*qkv, None, seed, 0.5, False, 0.3, "query", "cuda")
+    assert kernels.dropout == (seed, 0.5)
+    assert kernels.calls == ["cuda"] * 2
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (2, 1, 5), (1, 1, 1, 5)])
@@ -207,9 +219,9 @@ def test_the_choice_by_hand_is_an_argument_of_the_operator(h200):
         assert seen(F.scaled_dot_product_attention, scale=-1.0) == [("attention", "triton")]
     with (
         sdpa_backend("cuda"),
-        pytest.raises(RuntimeError, match=r"dropout_p 0\.5 is not supported by the cuda backend"),
+        pytest.raises(RuntimeError, match=r"scale -1\.0 is not supported by the cuda backend"),
     ):
-        seen(F.scaled_dot_product_attention, dropout_p=0.5)
+        seen(F.scaled_dot_product_attention, scale=-1.0)
 
 
 def test_our_own_function_with_logsumexp_prefers_the_cuda_backend(h200):

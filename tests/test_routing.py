@@ -191,6 +191,7 @@ scale: scale nan is not a finite number""",  # noqa: E501
 
     def test_why_the_cuda_backend_refuses(self):
         dense, strides = problem(), expanded_strides
+        bias, wide = problem(mask="float"), problem((2, 16, 4096, 256), mask="float")
         self.assertExpectedInline(
             "\n".join(
                 self.refusal(call, "cuda")
@@ -201,9 +202,13 @@ scale: scale nan is not a finite number""",  # noqa: E501
                     problem(gpu="Unknown", architecture="sm_100"),
                     changed(dense, no_compiler="the package cuda-bindings is not installed"),
                     problem(dtype=torch.float32),
-                    problem(mask="float"),
+                    changed(bias, mask=dataclasses.replace(bias.mask, stride=(1, 1, 1, 4096))),
+                    changed(bias, mask=dataclasses.replace(bias.mask, stride=(4096 * 4100, 4100 * 4096, 4100, 1))),
+                    changed(bias, mask=dataclasses.replace(bias.mask, shape=(2, 1, 4096, 1))),
+                    changed(wide, mask=dataclasses.replace(wide.mask, dtype=torch.float32)),
                     problem(mask="bool", is_causal=True),
-                    problem(dropout_p=0.1),
+                    problem(mask="bool", dropout_p=0.1),
+                    problem((2, 16, 4096, 256), dropout_p=0.1),
                     problem(scale=-1.0),
                     problem(scale=0.0),
                     problem((2, 16, 4096, 264)),
@@ -230,9 +235,13 @@ architecture: AMD Instinct MI300X is gfx942; the cuda backend needs compute capa
 architecture: Unknown is sm_100; the cuda backend needs compute capability 9.0 (sm_90: H100, H200, H20, GH200)
 compiler: the cuda backend's kernels cannot be compiled here: the package cuda-bindings is not installed
 dtype: float32 is not supported by the cuda backend (float16, bfloat16)
-attn_mask: attn_mask is bfloat16; the cuda backend takes bool masks
+attn_mask: attn_mask [2, 1, 4096, 4096] of bfloat16 has strides [1, 1, 1, 4096]; the cuda backend takes float masks whose last dimension is that of the keys and dense, with all other strides multiples of 16 bytes, and all bool masks
+attn_mask: attn_mask [2, 1, 4096, 4096] of bfloat16 has strides [16793600, 16793600, 4100, 1]; the cuda backend takes float masks whose last dimension is that of the keys and dense, with all other strides multiples of 16 bytes, and all bool masks
+attn_mask: attn_mask [2, 1, 4096, 1] of bfloat16 has strides [16777216, 16777216, 4096, 1]; the cuda backend takes float masks whose last dimension is that of the keys and dense, with all other strides multiples of 16 bytes, and all bool masks
+float32 attn_mask: attn_mask is float32 with head_dim 256, which the cuda backend takes up to 192
 mask and is_causal: attn_mask is given together with is_causal=True, which is stock's to judge
-dropout: dropout_p 0.1 is not supported by the cuda backend (0)
+dropout: dropout_p 0.1 with attn_mask is not supported by the cuda backend (0)
+dropout head_dim: dropout_p 0.1 with head_dim 256, which the cuda backend takes up to 192
 positive scale: scale -1.0 is not supported by the cuda backend (a positive number)
 positive scale: scale 0.0 is not supported by the cuda backend (a positive number)
 head_dim: head_dim 264 with value head_dim 264 is not supported by the cuda backend (equal, 8 to 256; or 192 with 128)
@@ -260,6 +269,8 @@ policy: no measurements for NVIDIA H200""",  # noqa: E501
             self.assertTrue(takes(problem((2, 16, 4096, head_dim))))
         self.assertTrue(takes(problem(dtype=torch.float16, training=True, is_causal=True, scale=0.3)))
         self.assertTrue(takes(problem(mask="bool", training=True)))
+        self.assertTrue(takes(problem(mask="float_grad", training=True)))
+        self.assertTrue(takes(problem(dropout_p=0.1, training=True)))
         self.assertTrue(takes(problem((1, 1, 1, 128), seqlen_k=1000, is_causal=True)))
         self.assertTrue(takes(problem((1, 1, 16, 128), seqlen_k=2**18)))
         self.assertTrue(takes(problem((2, 16, 64, 192), head_dim_v=128)))

@@ -42,13 +42,14 @@ class VarlenCall:
         return self.query.size(-1) ** -0.5 if self.scale is None else self.scale
 
     def cu_seqlens(self, dtype: torch.dtype = torch.int32) -> tuple[Tensor, Tensor]:
-        """Where the sequences of queries and of keys begin and end."""
+        """Where the sequences of queries and of keys begin and end: one tensor where their lengths are the same."""
         device = self.query.device
 
         def sums(lengths: tuple[int, ...]) -> Tensor:
             return torch.tensor([sum(lengths[:n]) for n in range(len(lengths) + 1)], dtype=dtype, device=device)
 
-        return sums(self.lengths_q), sums(self.lengths_k)
+        of_queries = sums(self.lengths_q)
+        return of_queries, of_queries if self.lengths_q == self.lengths_k else sums(self.lengths_k)
 
     def seqused_k(self, dtype: torch.dtype = torch.int32) -> Tensor | None:
         return None if self.used_k is None else torch.tensor(self.used_k, dtype=dtype, device=self.query.device)

@@ -27,22 +27,28 @@ __all__ = [
     "Frame",
     "LaunchConfig",
     "TensorMaps",
+    "allow_large_clusters",
     "bind_context",
+    "cluster_attributes",
     "counters",
     "current_device",
     "current_stream",
     "launch",
     "load_function",
+    "max_active_clusters",
 ]
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
+_CLUSTER_DIMENSION = 4
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _CAPTURE_MODE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
 _INVALID_CONTEXT = (3, 201)  # CUDA_ERROR_NOT_INITIALIZED: no context in this thread; CUDA_ERROR_INVALID_CONTEXT
 _OUT_OF_MEMORY = 2
 _REFUSALS = (1, 701)  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
 _STREAM_PER_THREAD = 2
-_MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+_MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLE_128B = 3
 _L2_PROMOTION_256B = 3
 
@@ -178,8 +184,8 @@ if hasattr(os, "register_at_fork"):
 class TensorMaps:
     """Tensor maps (CUtensorMap) for [B, H, S, D] tensors that differ in nothing but their address.
 
-    The copy engine then takes boxes of `rows` rows and 64 columns of one head at coordinates (column, row, head,
-    batch), and writes them to shared memory in the 128-byte swizzle. Rows and columns outside the tensor are zeros.
+    The copy engine then takes boxes of `rows` rows and 128 bytes of columns of one head at coordinates (column, row,
+    head, batch), and writes them to shared memory in the 128-byte swizzle. What lies outside of the tensor is zeros.
     """
 
     __slots__ = ("_device_index", "_maps", "_template")
@@ -247,7 +253,7 @@ def _encode(
         _Pointer(pointer),
         (ctypes.c_uint64 * 4)(head_dim, seqlen, heads, batch),
         (ctypes.c_uint64 * 3)(*steps),
-        (ctypes.c_uint32 * 4)(64, rows, 1, 1),
+        (ctypes.c_uint32 * 4)(128 // size, rows, 1, 1),
         (ctypes.c_uint32 * 4)(1, 1, 1, 1),
         ctypes.c_int(0),  # not interleaved
         ctypes.c_int(_SWIZZLE_128B),
@@ -310,6 +316,45 @@ def _allocate_zeros(device_index: int, size: int) -> int:
         _check("cuMemsetD8Async", code or cuda.cuStreamSynchronize(stream))
         cuda.cuStreamDestroy_v2(stream)
     return memory.value
+
+
+# ------------------------------------------------------------------------------------------------------------- clusters
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_uint), ("padding", ctypes.c_uint), ("value", ctypes.c_uint * 16)]
+
+
+def cluster_attributes(size: int) -> Any:
+    """A LaunchConfig's attributes (an array, to be kept as long as the config): clusters of `size` blocks along x.
+
+    The launch may begin before what was launched before it has ended: the kernel waits for that by itself.
+    """
+    attributes = (_Attribute * 2)()
+    attributes[0].id = _CLUSTER_DIMENSION
+    attributes[0].value[0:3] = [size, 1, 1]
+    attributes[1].id, attributes[1].value[0] = _PROGRAMMATIC_STREAM_SERIALIZATION, 1
+    return attributes
+
+
+def allow_large_clusters(function: Any) -> None:
+    """Let a kernel (c_void_p of a CUfunction) be launched in clusters of more than 8 blocks. Raises DriverError."""
+    code = _library().cuFuncSetAttribute(function, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+    _check("clusters of 16 blocks", code)
+
+
+def max_active_clusters(function: Any, config: LaunchConfig) -> int:
+    """How many clusters of such a launch the current device runs at a time; 0 where it has no room for one.
+
+    config: with cluster_attributes, of which only the first is of interest here.
+    """
+    found = ctypes.c_int(0)
+    config = LaunchConfig.from_buffer_copy(config)
+    config.num_attributes = 1
+    code = _library().cuOccupancyMaxActiveClusters(ctypes.byref(found), function, ctypes.byref(config))
+    return 0 if code else found.value
 
 
 # --------------------------------------------------------------------------------------------------------------- launch

@@ -13,8 +13,8 @@ kernel hooks, ``selection`` and ``attention``. All operators are rank 4: query [
 ``layout`` is the memory order of out: "query" (that of the query), "bshd" or "bhsd". ``dropout_seed`` int64 [1] goes
 with a positive dropout_p. ``backend`` says whose kernels run on CUDA: "triton", or "cuda", the Hopper kernels, in whose
 place Triton's run where a call is not theirs: an address that is no multiple of 16 bytes (a compiled graph is not
-traced again for it), another GPU than the one that the graph was made for, the backward of a call with a mask. On CPU
-and MPS the math path runs.
+traced again for it), another GPU than the one that the graph was made for, the backward of a call with a mask or
+dropout and a head_dim above 128. On CPU and MPS the math path runs.
 """
 
 from __future__ import annotations
@@ -73,6 +73,14 @@ def _hopper_backward():
     return backward
 
 
+@functools.cache
+def _hopper_bias():
+    """The gradient of an additive bias of the Hopper kernels, likewise."""
+    from .kernels.cuda import bias_gradient
+
+    return bias_gradient
+
+
 def launch_counts() -> dict[str, int]:
     """How often each kernel was launched in this process since ``reset_launch_counts``, compiled graphs included."""
     return {name: count for name, count in counts.items() if count}
@@ -125,11 +133,10 @@ def _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_caus
     mask = _mask_as_rank_4(attn_mask)
     if (
         backend == "cuda"
-        and (mask is None or (mask.dtype == torch.bool and not is_causal))
-        and dropout_p == 0.0
+        and (mask is None or (not is_causal and dropout_p == 0.0 and _hopper().takes_mask(query, mask)))
         and _hopper().aligned(query, key, value)
     ):
-        _hopper().forward(query, key, value, is_causal, scale, out, logsumexp, mask)
+        _hopper().forward(query, key, value, is_causal, scale, out, logsumexp, mask, dropout_seed, dropout_p)
         return out
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
     _kernels().forward(
@@ -162,9 +169,10 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
                     output_mask, backend="triton"):  # fmt: skip
     """What the operator returns, with None for each gradient not asked for."""
     needs_query, needs_key, needs_value, needs_mask = output_mask
-    is_hopper = backend == "cuda" and attn_mask is None and dropout_p == 0.0
-    if is_hopper:
+    is_plain = backend == "cuda" and attn_mask is None and dropout_p == 0.0
+    if backend == "cuda":
         hopper = _hopper_backward()
+    if is_plain:
         kind = is_causal, scale, needs_query, needs_key, needs_value, _torch.deterministic_enabled()
         tensors = grad_out, query, key, value, out, logsumexp
         repeat = hopper.recent.find(kind, tensors)
@@ -181,25 +189,30 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
     grad_key, grad_value = (torch.empty_like(key), torch.empty_like(value)) if both else (None, None)
     if grad_out.stride(3) != 1:  # the gradient of a sum is expanded, say: no vector loads without a copy
         grad_out = grad_out.contiguous()
-    if is_hopper:
-        if not hopper.suits(grad_out):
+    mask = _mask_as_rank_4(attn_mask)
+    if backend == "cuda" and (mask is None or (mask.dtype == torch.bool and not is_causal)):
+        deterministic = _torch.deterministic_enabled()
+        fits = hopper.sums_fit(query, key) and hopper.extras_fit(query, value, mask, dropout_p, deterministic)
+        if fits and not hopper.suits(grad_out):
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
-        if hopper.sums_fit(query, key) and hopper.suits(query, key, value, out):
+        if fits and hopper.suits(query, key, value, out):
             if not both:
                 grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
             plan = hopper.backward(
                 grad_out, query, key, value, out, logsumexp, is_causal, scale, grad_query, grad_key, grad_value,
-                kind[-1],
+                deterministic, mask, dropout_p, dropout_seed,
             )  # fmt: skip
-            if grad_out is tensors[0]:
+            if is_plain and grad_out is tensors[0]:
                 repeat = hopper.Repeat(plan, (grad_query, grad_key, grad_value), kind[2:5])
                 hopper.recent.remember(kind, tensors, repeat)
             return grad_query, grad_key if needs_key else None, grad_value if needs_value else None, None
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
-    mask = _mask_as_rank_4(attn_mask)
+    bias_gradient = None
+    if needs_mask and not is_causal and dropout_p == 0.0 and query.dtype != torch.float32:
+        bias_gradient = _bias_gradient(grad_out, query, key, value, mask, logsumexp, scale)
     grad_mask = _kernels().backward(
         grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
-        grad_key, grad_value, needs_mask, allow_tf32,
+        grad_key, grad_value, needs_mask and bias_gradient is None, allow_tf32, bias_gradient,
     )  # fmt: skip
     return (
         grad_query,
@@ -207,6 +220,27 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
         grad_value if needs_value else None,
         grad_mask.view(attn_mask.shape) if needs_mask else None,
     )
+
+
+def _bias_gradient(grad_out, query, key, value, mask, logsumexp, scale):
+    """A function from delta (see ``kernels.triton.attention.backward``) to the mask's gradient, by a Hopper kernel.
+
+    None where that has no kernel for the call.
+    """
+    hopper = _hopper_bias()
+    if not hopper.aligned(grad_out, query, key, value, mask):
+        return None
+    try:
+        plan = hopper.plan(grad_out, query, key, value, mask, logsumexp, scale)
+    except KernelUnavailable:
+        return None
+
+    def compute(delta):
+        grad_mask = torch.empty(mask.shape, dtype=mask.dtype, device=mask.device)
+        plan(grad_out, query, key, value, mask, logsumexp, delta, grad_mask)
+        return grad_mask
+
+    return compute
 
 
 def _with_triton_to_fall_back_on(implementation):
@@ -514,8 +548,8 @@ class _Ready(NamedTuple):
 class HopperRun:
     """`run` on the "cuda" backend for calls that differ in nothing but addresses and scale, all aligned to 16 bytes.
 
-    It keeps what the last call has worked out, which saves looking it up: 2 us of some 12. Calls with a mask go through
-    `run`: their plan depends on the mask's address too.
+    It keeps what the last call has worked out, which saves looking it up: 2 us of some 12. Calls with a mask or
+    dropout go through `run`: their plans depend on more.
     """
 
     __slots__ = ("_needs_grad", "_ready")
@@ -543,7 +577,7 @@ class HopperRun:
         if (
             return_lse
             or attn_mask is not None
-            or dropout_p > 0.0
+            or dropout_p != 0.0
             or not _torch.unobserved(query)
             or (ready is None and (query.numel() == 0 or key.numel() == 0))
         ):

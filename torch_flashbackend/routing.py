@@ -30,6 +30,9 @@ __all__ = [
 MAX_HEAD_DIM = 512
 # More keys than the "cuda" backend adds up in one sum, which its matrix units cut off instead of rounding.
 HOPPER_MAX_SEQLEN_K = 2**18
+# Above, a float32 mask or dropout leaves the "cuda" backend no registers.
+HOPPER_MAX_BIAS_HEAD_DIM = 192
+HOPPER_MAX_DROPOUT_HEAD_DIM = 192
 # Of the kernels for packed sequences (varlen.py).
 MAX_PACKED_HEAD_DIM = 256
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -390,6 +393,22 @@ def _is_zero(stride: Any) -> bool:
     return isinstance(stride, int) and stride == 0
 
 
+def _walkable_mask(mask: MaskInfo) -> bool:
+    """As ``kernels/cuda/masks.py`` asks of a float mask. What is symbolic counts as good, without a guard: where it is
+    not, the call runs on the triton backend in its place.
+    """
+    *sizes, keys = mask.shape
+    *strides, step = mask.stride
+    if _is_int(keys, 1) or (isinstance(step, int) and step != 1):
+        return False
+    rows = (stride * mask.dtype.itemsize for size, stride in zip(sizes, strides) if not _is_int(size, 1))
+    return all(not isinstance(stride, int) or stride % 16 == 0 for stride in rows)
+
+
+def _is_int(size: Any, number: int) -> bool:
+    return isinstance(size, int) and size == number
+
+
 def _expanded_message(problem: Problem) -> str:
     found = _expanded(problem)
     name, dim = found or ("query", 0)
@@ -426,8 +445,22 @@ CUDA = Backend(
         ),
         Constraint(
             "attn_mask",
-            lambda p: p.mask is None or p.mask.dtype == torch.bool,
-            lambda p: f"attn_mask is {_name(_mask(p).dtype)}; the cuda backend takes bool masks",
+            lambda p: p.mask is None or p.mask.dtype == torch.bool or _walkable_mask(p.mask),
+            lambda p: (
+                f"attn_mask {describe_shape(_mask(p).shape)} of {_name(_mask(p).dtype)} has strides "
+                f"{describe_shape(_mask(p).stride)}; the cuda backend takes float masks whose last dimension is that "
+                "of the keys and dense, with all other strides multiples of 16 bytes, and all bool masks"
+            ),
+        ),
+        Constraint(
+            "float32 attn_mask",
+            lambda p: (
+                p.mask is None or p.mask.dtype != torch.float32 or guarded(p.head_dim <= HOPPER_MAX_BIAS_HEAD_DIM)
+            ),
+            lambda p: (
+                f"attn_mask is float32 with head_dim {p.head_dim}, which the cuda backend takes up to "
+                f"{HOPPER_MAX_BIAS_HEAD_DIM}"
+            ),
         ),
         Constraint(
             "packed",
@@ -436,8 +469,16 @@ CUDA = Backend(
         ),
         Constraint(
             "dropout",
-            lambda p: p.dropout_p == 0.0,
-            lambda p: f"dropout_p {p.dropout_p:g} is not supported by the cuda backend (0)",
+            lambda p: p.dropout_p == 0.0 or p.mask is None,
+            lambda p: f"dropout_p {p.dropout_p:g} with attn_mask is not supported by the cuda backend (0)",
+        ),
+        Constraint(
+            "dropout head_dim",
+            lambda p: p.dropout_p == 0.0 or guarded(p.head_dim <= HOPPER_MAX_DROPOUT_HEAD_DIM),
+            lambda p: (
+                f"dropout_p {p.dropout_p:g} with head_dim {p.head_dim}, which the cuda backend takes up to "
+                f"{HOPPER_MAX_DROPOUT_HEAD_DIM}"
+            ),
         ),
         Constraint(
             "positive scale",

@@ -17,6 +17,7 @@ read by the host on CUDA: nothing waits, and a captured CUDA graph sees the leng
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
@@ -52,6 +53,14 @@ _backward_op = torch.ops.flashbackend.varlen_attention_backward.default
 def _kernels():
     """The Triton kernels, imported when the first GPU call needs them."""
     from .kernels.triton import varlen as kernels
+
+    return kernels
+
+
+@functools.cache
+def _hopper():
+    """The Hopper kernels' side of it, likewise."""
+    from .kernels.cuda import varlen as kernels
 
     return kernels
 
@@ -97,7 +106,8 @@ def attention_varlen(
     return_lse: return also the logsumexp of the scores, float32 [num_heads, total_q], -inf for a query without a key.
         It is not differentiable.
 
-    Returns [total_q, num_heads, head_dim_v]; a query that sees no key gives zeros. Deterministic, backward included.
+    Returns [total_q, num_heads, head_dim_v]; a query that sees no key gives zeros. The forward's bits repeat, the
+    backward's under torch.use_deterministic_algorithms(True).
     Raises ValueError for arguments that do not fit. Method: Dao, "FlashAttention-2" (arXiv 2307.08691); ALiBi: Press et
     al. (arXiv 2108.12409); sinks: Xiao et al. (arXiv 2309.17453).
     """
@@ -240,7 +250,13 @@ def _forward_cuda(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) ->
         return out.zero_(), logsumexp
     if not takes(query, value):
         return _forward_math(query, key, value, *arguments)
-    _kernels().forward(query, key, value, *_split(query, key, arguments), out, logsumexp)
+    options, extras = _split(query, key, arguments)
+    if _hopper().takes(query, key, value, options, extras):
+        # What its plan finds out, strides that the copy engine cannot walk say, is Triton's.
+        with contextlib.suppress(KernelUnavailable):
+            _hopper().forward(query, key, value, options, extras, out, logsumexp)
+            return out, logsumexp
+    _kernels().forward(query, key, value, options, extras, out, logsumexp)
     return out, logsumexp
 
 
@@ -263,10 +279,22 @@ def _backward_cuda(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, 
         grad_out = grad_out.contiguous()
     if logsumexp.stride(1) != 1:
         logsumexp = logsumexp.contiguous()
-    grad_sinks = _kernels().backward(
-        grad_out, query, key, value, *_split(query, key, tuple(rest)), out, logsumexp, grad_query, grad_key, grad_value
-    )  # fmt: skip
     nothing = query.new_empty(0)
+    options, extras = _split(query, key, tuple(rest))
+    if both and _hopper().takes_backward(grad_out, query, key, value, options, extras, logsumexp):
+        with contextlib.suppress(KernelUnavailable):
+            _hopper().backward(
+                grad_out, query, key, value, options, extras, out, logsumexp, grad_query, grad_key, grad_value
+            )
+            return (
+                nothing if grad_query is None else grad_query,
+                grad_key if needs_key else nothing,
+                grad_value if needs_value else nothing,
+                nothing,
+            )
+    grad_sinks = _kernels().backward(
+        grad_out, query, key, value, options, extras, out, logsumexp, grad_query, grad_key, grad_value
+    )
     return (
         nothing if grad_query is None else grad_query,
         grad_key if needs_key else nothing,

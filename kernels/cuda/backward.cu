@@ -26,6 +26,13 @@
 // PERSISTENT: a block for each multiprocessor, which takes one tile of keys after the other from a counter. The next
 // tile's loads run beside the last steps and the epilogue, and gradients leave by a warp of their own meanwhile.
 //
+// MASKED: there is a bool mask. A block visits the query tiles of a list (backward_mask.cuh); which of the scores of a
+// mixed one count comes as bits beside its queries.
+//
+// DROPOUT: a word of each thread says which of its scores stay (dropout.cuh). P^T without the others goes into
+// grad_value, dP^T without them into dS^T, both without the scale of what stays, which the sums are multiplied by at
+// last.
+//
 // FIRST_STORES: nobody writes zeros to the sums; the block of a head's first keys, which every query tile meets, stores
 // its share, and the others add to a tile once it has. They too take their numbers from a counter.
 //
@@ -36,16 +43,18 @@
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
 // tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES (2), KEYS_IN_REGISTERS, TURNS, DELTA_FIRST, PERSISTENT, FIRST_STORES,
-// IS_CAUSAL, IS_BF16, DETERMINISTIC.
+// IS_CAUSAL, MASKED, DROPOUT, IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 // Who takes tiles from a counter and stores pieces of unequal width has more to remember; the sums of fewer than 128
-// columns leave registers for it.
-constexpr bool MORE_FOR_PRODUCERS = PERSISTENT && HEAD_DIM % PIECE_COLUMNS != 0;
+// columns leave registers for it. So has who walks lists by number or turn; the consumers then know of no diagonal.
+constexpr bool MORE_FOR_PRODUCERS =
+    (PERSISTENT && (HEAD_DIM % PIECE_COLUMNS != 0 || MASKED)) || (DETERMINISTIC && MASKED);
 constexpr int PRODUCER_REGISTERS = MORE_FOR_PRODUCERS ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = MORE_FOR_PRODUCERS ? 232 : 240;
 static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
+static_assert(!PACKED || (!PERSISTENT && !IN_ORDER));
 static_assert(CONSUMERS == 2, "registers, and who takes turns");
 static_assert(DS_STAGES == 2, "one is read while the other is written");
 
@@ -56,12 +65,21 @@ constexpr int PIECES_BYTES = BLOCK_M * HEAD_DIM * 4;
 constexpr int STAGING_BYTES = PERSISTENT && !GRADS_IN_DS && PIECES_BYTES < K_BYTES ? K_BYTES : PIECES_BYTES;
 static_assert(!PERSISTENT || V_BYTES <= DS_STAGES * DS_BYTES);
 
-// Named barriers: of all consumers; and of the turns, one for each warpgroup.
-constexpr int ALL_CONSUMERS = 1, FIRST_TURN = 2;
+// Named barriers: of all consumers; of the turns, one for each warpgroup; and of each warpgroup alone.
+constexpr int ALL_CONSUMERS = 1, FIRST_TURN = 2, CLEARED = FIRST_TURN + CONSUMERS;
+
+// Of a query tile's stage.
+#if MASKED
+constexpr int STAGE_MASK_BYTES = MASK_BYTES;
+#else
+constexpr int STAGE_MASK_BYTES = 0;
+#endif
+
+static_assert(Q_STAGES <= 4, "four words say of each stage what it holds");
 
 // Byte addresses in shared memory.
 struct Shared {
-  uint32_t key, value, query, grad_out, grad_scores, staging, statistics, ticket, barriers;
+  uint32_t key, value, query, grad_out, grad_scores, staging, statistics, mask_bits, kept, ticket, barriers;
   __device__ explicit Shared(uint32_t base)
       : key(base),
         value(key + K_BYTES),
@@ -70,8 +88,13 @@ struct Shared {
         grad_scores(grad_out + DO_STAGES * DO_BYTES),
         staging(grad_scores + DS_STAGES * DS_BYTES),
         statistics(staging + STAGING_BYTES),
-        ticket(statistics + Q_STAGES * STATISTICS_BYTES),
-        barriers(ticket + 16) {}
+        mask_bits(statistics + Q_STAGES * STATISTICS_BYTES),
+        kept(mask_bits + Q_STAGES * STAGE_MASK_BYTES),
+        ticket(kept + (DROPOUT ? 128 * CONSUMERS * 4 : 0)),
+        barriers(ticket + 16 + (MASKED + DROPOUT) * 16) {}
+  // Of a query tile: whether it is mixed, and its head, counted over the batch.
+  __device__ uint32_t mixed(int stage) const { return ticket + 16 + 4 * stage; }
+  __device__ uint32_t head(int stage) const { return ticket + 16 + MASKED * 16 + 4 * stage; }
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
   __device__ uint32_t k_full() const { return barrier(0); }
   __device__ uint32_t v_full() const { return barrier(1); }
@@ -143,12 +166,18 @@ __device__ __forceinline__ void give_work(const BackwardParams& params, const Sh
 __device__ __forceinline__ void load_queries(const TensorMap& query_map, const TensorMap& grad_out_map,
                                              const Work& work, const BackwardParams& params, const Shared& shared,
                                              uint32_t& loaded) {
-  for_each_tile(work, params, [&](int head, int tile, int number) {
+  for_each_tile(work, params, [&](int head, int tile, int number, [[maybe_unused]] int entry) {
     const auto q = Ring<Q_STAGES>::at(loaded);
     barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
+#if MASKED
+    load_mask(work, head, entry, q.stage, params, shared);
+#endif
+#if DROPOUT
+    write_word(shared.head(q.stage), work.batch * params.num_heads + head);
+#endif
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
                                  head, work.batch);
-    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (2 * BLOCK_M),
+    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (STATISTICS * BLOCK_M),
                                  shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
     const auto d = Ring<DO_STAGES>::at(loaded);
     barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
@@ -176,7 +205,7 @@ __device__ __forceinline__ void exchange_keys(const TensorMap& key_map, const Te
     barrier_arrive(shared.grads_sent());
   };
   for_each_work(number, params, shared, [&](const Work& work) {
-    if (work.tiles(params) > 0) {
+    if (MASKED ? count_tiles(work, params) > 0 : work.tiles(params) > 0) {
       barrier_wait(shared.kv_empty(), kv_phase);
       kv_phase ^= 1;
       const int row = work.k_tile * BLOCK_N;
@@ -197,9 +226,14 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
   const bool is_first = FIRST_STORES && work.k_tile == 0;
   const auto semaphore = [&](int number) { return params.semaphores + (int64_t)number * CONSUMERS + warpgroup; };
   int before = -1;
-  for_each_tile(work, params, [&](int, int, int number) {
+  for_each_tile(work, params, [&](int, int, int number, [[maybe_unused]] int entry) {
     if (DETERMINISTIC) {
-      semaphore_hand_on(before < 0 ? nullptr : semaphore(before), semaphore(number), work.k_tile);
+#if MASKED
+      const int earlier = entry_rank(entry);
+#else
+      const int earlier = work.k_tile;
+#endif
+      semaphore_hand_on(before < 0 ? nullptr : semaphore(before), semaphore(number), earlier);
       before = number;
     } else if (FIRST_STORES && !is_first) {
       semaphore_wait(semaphore(number), 1);
@@ -247,14 +281,18 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
                                         const Work& work, const BackwardParams& params, const Shared& shared,
                                         int warpgroup, Progress& progress) {
   const float scale_log2 = params.softmax_scale_log2;
-  const int lane = threadIdx.x % 32, quad_lane = lane % 4, group = params.num_heads / params.num_kv_heads;
+  const int lane = threadIdx.x % 32, quad_lane = lane % 4;
   const int warp_row = 64 * warpgroup + threadIdx.x % 128 / 32 * 16;  // first of this warp's keys within the tile
   const Piece piece(warpgroup);
   const uint32_t key_columns =
       descriptor(shared.key + piece.first_column / BOX_COLUMNS * BLOCK_N * BOX_ROW_BYTES, BLOCK_N * BOX_ROW_BYTES);
-  const int first_key = work.k_tile * BLOCK_N + 64 * warpgroup;
+#if !MASKED || DROPOUT
   const int thread_key = work.k_tile * BLOCK_N + warp_row + lane / 4;  // and thread_key + 8
-  const bool ends = first_key + 64 > params.seqlen_k;
+#endif
+#if !MASKED
+  const int first_key = work.k_tile * BLOCK_N + 64 * warpgroup;
+  const bool ends = first_key + 64 > work.keys(params);
+#endif
 
   Ring<Q_STAGES>& q = progress.q;
   Ring<DO_STAGES>& d = progress.d;
@@ -305,6 +343,14 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     __syncwarp();
     release(shared.staged(warpgroup));
   };
+  const int last_row = (work.q_tiles(params) - 1) * BLOCK_M, end_row = work.first_q_tile * BLOCK_M;
+  // Of packed sequences: how many rows of the last query tile are not the next sequence's, which may be infinite or
+  // NaN.
+  const int own_rows = PACKED ? work.queries(params) - last_row : BLOCK_M;
+  const auto clear_query = [&](int stage) {
+    if (own_rows < BLOCK_M)
+      clear_rows<BLOCK_M, HEAD_DIM>(shared.query + stage * Q_BYTES, own_rows, CLEARED + warpgroup);
+  };
   // One query tile, whose first row is `first_row`. `before`: it is not the first one. `more`: it is not the last one.
   const auto step = [&](int first_row, auto before, auto more) {
     constexpr bool BEFORE = decltype(before)::value, MORE = decltype(more)::value;
@@ -316,13 +362,35 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       const uint32_t query = shared.query + q.stage * Q_BYTES + rows;
       const uint32_t grad_out = shared.grad_out + d.stage * DO_BYTES + rows;
       const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + part * STEP_M * 4 + quad_lane * 8;
-      if (part == 0) barrier_wait(shared.do_full(d.stage), d.phase);
+#if MASKED
+      const bool mixed = read_word(shared.mixed(q.stage));
+      const uint32_t mask_word =
+          shared.mask_bits + q.stage * MASK_BYTES + (part * 128 * CONSUMERS + threadIdx.x - 128) * 4;
+#endif
+#if DROPOUT
+      const uint2 keys_random = column_keys(read_word(shared.head(q.stage)), thread_key, params);
+#endif
+      if (part == 0) {
+        barrier_wait(shared.do_full(d.stage), d.phase);
+        if (PACKED && first_row == last_row && own_rows < BLOCK_M)
+          clear_rows<BLOCK_M, HEAD_DIM_V>(grad_out, own_rows, CLEARED + warpgroup);
+      }
       wgmma_fence();
       value.multiply(grads, descriptor(grad_out, 0), DELTA_FIRST);
       wgmma_commit();
 
+#if DROPOUT
+      // Through shared memory, since no register is left for it.
+      const uint32_t kept = shared.kept + (threadIdx.x - 128) * 4;
+      write_word(kept, kept_scores(shared.statistics + q.stage * STATISTICS_BYTES + (2 * BLOCK_M + part * STEP_M) * 4,
+                                   keys_random, params.dropout.threshold, quad_lane));
+#endif
+#if MASKED
+      if (mixed) keep_some(scores, read_word(mask_word), -INFINITY_F);
+#else
       if (ends || (IS_CAUSAL && first_row + part * STEP_M < first_key + 63))
-        mask_keys(scores, thread_key, first_row + part * STEP_M, params);
+        mask_keys(scores, thread_key, first_row + part * STEP_M, work.keys(params));
+#endif
       if (TURNS) named_sync(FIRST_TURN + warpgroup, 128 * CONSUMERS);
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
@@ -333,7 +401,11 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
         scores[i + 3] = exp2_approx(fmaf(scores[i + 3], scale_log2, -logsumexp.y));
       }
       uint32_t probabilities[STEP_M / 4];
+#if DROPOUT
+      pack_some(probabilities, scores, read_word(kept));
+#else
       pack_all(probabilities, scores);
+#endif
       uint32_t all = 0;
 #pragma unroll
       for (int i = 0; i < STEP_M / 4; ++i) all |= probabilities[i];
@@ -346,6 +418,9 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       accumulate_product<HEAD_DIM_V>(grad_value, probabilities, grad_out);
       wgmma_commit();
 
+#if DROPOUT
+      keep_some(grads, read_word(kept), 0.0f);
+#endif
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
         if (!DELTA_FIRST) {
@@ -358,6 +433,10 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
 #pragma unroll
         for (int j = i; j < i + 4; ++j) grads[j] *= scores[j];
       }
+#if MASKED
+      // Not by the probability: dP may be infinite or NaN there.
+      if (mixed) keep_some(grads, read_word(mask_word), 0.0f);
+#endif
       uint32_t grad_scores[STEP_M / 4];
       pack_all(grad_scores, grads);
       if (part == 0) {
@@ -396,6 +475,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     q.advance();
     if constexpr (MORE) {
       barrier_wait(shared.q_full(q.stage), q.phase);
+      if (PACKED && first_row == end_row) clear_query(q.stage);
       if (PARTS > 1) begin_grads(q.stage, 0);
       issue_scores(q.stage, 0);
       if (BEFORE) {
@@ -412,17 +492,20 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     }
   };
 
-  const int last_row = (params.q_tiles - 1) * BLOCK_M, end_row = work.first_q_tile * BLOCK_M;
-  int left = work.tiles(params) * group;
+  int left = count_tiles(work, params);
   if (left > 0) {
     if (TURNS && warpgroup == 1) named_arrive(FIRST_TURN, 128 * CONSUMERS);  // the first turn is the other's
     barrier_wait(shared.k_full(), progress.kv_phase);
+    const int own_keys = PACKED ? work.keys(params) - work.k_tile * BLOCK_N : BLOCK_N;
+    if (own_keys < BLOCK_N) clear_rows<BLOCK_N, HEAD_DIM>(shared.key, own_keys, CLEARED + warpgroup);
     key.load(shared.key, 64 * warpgroup);
     barrier_wait(shared.q_full(q.stage), q.phase);
+    clear_query(q.stage);
     begin_grads(q.stage, 0);
     issue_scores(q.stage, 0);
     wgmma_wait<0>();
     barrier_wait(shared.v_full(), progress.kv_phase);
+    if (own_keys < BLOCK_N) clear_rows<BLOCK_N, HEAD_DIM_V>(shared.value, own_keys, CLEARED + warpgroup);
     value.load(shared.value, 64 * warpgroup);
     int first_row = last_row;
     const auto advance = [&] {
@@ -453,7 +536,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     barrier_wait(shared.grads_sent(), progress.grads_phase);  // where there was no step
     progress.grads_phase ^= 1;
     named_sync(ALL_CONSUMERS, 128 * CONSUMERS);  // all have read dS
-    stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.grad_value(), warp_row);
+    stage_rows<HEAD_DIM_V>(grad_value, DROPOUT ? params.dropout.scale : 1.0f, shared.grad_value(), warp_row);
     if (!GRADS_IN_DS) {
       barrier_wait(shared.sent(warpgroup), sent_phase);
       named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
@@ -466,14 +549,26 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   }
   // The gradients leave through the places of the keys and values, which all have read.
   named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
-  stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.grad_value(), warp_row);
+  stage_rows<HEAD_DIM_V>(grad_value, DROPOUT ? params.dropout.scale : 1.0f, shared.grad_value(), warp_row);
   stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.grad_key(), warp_row);
   store_fence();
   named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
+#if PACKED
+  if (const int rows = work.keys(params) - work.k_tile * BLOCK_N; rows < BLOCK_N) {
+    const int64_t row = work.key_row() + work.k_tile * BLOCK_N;
+    store_some_rows<HEAD_DIM_V>((uint8_t*)params.grad_value + 2 * (work.kv_head * params.grad_value_stride_head +
+                                                                   row * params.grad_value_stride_row),
+                                params.grad_value_stride_row, shared.grad_value(), rows, params.head_dim_v);
+    store_some_rows<HEAD_DIM>(
+        (uint8_t*)params.grad_key + 2 * (work.kv_head * params.grad_key_stride_head + row * params.grad_key_stride_row),
+        params.grad_key_stride_row, shared.grad_key(), rows, params.head_dim);
+    return;
+  }
+#endif
   if (threadIdx.x == 128) {
-    store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.grad_value(), work.k_tile * BLOCK_N, work.kv_head,
-                                    work.batch);
-    store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.grad_key(), work.k_tile * BLOCK_N, work.kv_head, work.batch);
+    const int row = work.key_row() + work.k_tile * BLOCK_N;
+    store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.grad_value(), row, work.kv_head, work.batch);
+    store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.grad_key(), row, work.kv_head, work.batch);
     store_wait();
   }
 }
@@ -497,7 +592,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     barrier_init(shared.v_full(), 1);
     // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.
     for (int stage = 0; stage < Q_STAGES; ++stage) {
-      barrier_init(shared.q_full(stage), 2);
+      barrier_init(shared.q_full(stage), 2 + MASKED);
       barrier_init(shared.q_empty(stage), 4 * CONSUMERS);
     }
     for (int stage = 0; stage < DO_STAGES; ++stage) {
@@ -523,6 +618,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
   }
   __syncthreads();
   const int number = PERSISTENT ? 0 : block_number(shared.ticket, params);
+  if (PACKED && work_at(number, params).keys(params) == 0) return;  // the list has room for other lengths
 
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();

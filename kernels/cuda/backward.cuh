@@ -2,9 +2,20 @@
 // steps, and the small kernels that run before and after (backward.cu describes them all).
 #pragma once
 #include "barrier.cuh"
+#include "dropout.cuh"
 #include "softmax.cuh"
 #include "wgmma.cuh"
 #include "wgmma_instructions.cuh"
+
+// Where the lists of a bool mask lie (backward_mask.cuh): of each plane of the mask and tile of keys, which query tiles
+// to visit, and the bits of mixed ones.
+struct QueryMask {
+  const uint32_t* bits;
+  const int* lists;
+  int plane_stride_batch, plane_stride_head;  // in planes, 0 where the mask is broadcast
+  int q_tiles;                                // that have bits of their own: all, or one for all
+  int unused;
+};
 
 // Mirrored by backward.py.
 struct BackwardParams {
@@ -12,7 +23,7 @@ struct BackwardParams {
   const void* grad_out;    // the same shape
   const float* logsumexp;  // [batch, num_heads, logsumexp_pitch], natural logarithm
   void* grad_query;        // [batch, num_heads, seqlen_q, head_dim], last stride 1
-  float* statistics;       // [batch * num_heads * q_tiles, 2, BLOCK_M]: logsumexp in base 2, -delta
+  float* statistics;       // [batch * num_heads * q_tiles, STATISTICS, BLOCK_M]
   float* sums;             // [batch * num_heads * q_tiles, BLOCK_M * HEAD_DIM], in the order of `Piece`
   int* semaphores;         // IN_ORDER: [batch * num_heads * q_tiles, CONSUMERS], who has added so far
   int* counters;           // IN_ORDER or PERSISTENT: tiles of keys begun, blocks done; both zero between launches
@@ -22,6 +33,17 @@ struct BackwardParams {
   int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, logsumexp_pitch;
   int q_tiles, k_tiles, heads_per_group;
   float softmax_scale, softmax_scale_log2;
+  QueryMask mask;         // MASKED
+  DropoutParams dropout;  // DROPOUT; softmax_scale, by which gradients are multiplied at last, has its scale in it
+  float kept;             // 1 - dropout_p
+  int unused;
+  // Of packed sequences (PACKED), one batch: the list of query tiles (q_slots) and then of tiles of keys (k_tiles), two
+  // int4 for each (varlen_schedule.py); q_tiles is how many query tiles of a head the workspace has room for.
+  const int4* entries;
+  void* grad_key;    // [num_kv_heads, total keys, head_dim], last stride 1
+  void* grad_value;  // [num_kv_heads, total keys, head_dim_v]
+  int64_t grad_key_stride_head, grad_key_stride_row, grad_value_stride_head, grad_value_stride_row;
+  int q_slots;
 };
 
 constexpr int CONSUMERS = BLOCK_N / 64;
@@ -32,6 +54,14 @@ constexpr int PREPARE_THREADS = 256;
 // A consumer does a query tile in parts, which bounds its registers.
 constexpr int PARTS = BLOCK_M / STEP_M;
 static_assert(BLOCK_M % STEP_M == 0 && STEP_M % 16 == 0);
+#if MASKED
+#include "backward_mask.cuh"
+static_assert(!FIRST_STORES, "the first keys do not meet every query tile");
+#endif
+#if DROPOUT
+static_assert(!DELTA_FIRST, "dP is dropped before delta is subtracted");
+static_assert(STEP_M == 64, "a word says which of a thread's scores stay");
+#endif
 
 constexpr int BOXES = ceil_div(HEAD_DIM, BOX_COLUMNS);
 constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
@@ -39,7 +69,9 @@ constexpr int DO_BYTES = BLOCK_M * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 constexpr int DS_BYTES = BLOCK_M * BLOCK_N * 2;
-constexpr int STATISTICS_BYTES = 2 * BLOCK_M * 4;
+// Logsumexp in base 2 and -delta of each query, and with DROPOUT its random key.
+constexpr int STATISTICS = 2 + DROPOUT;
+constexpr int STATISTICS_BYTES = STATISTICS * BLOCK_M * 4;
 
 // How the warpgroups share a tile of grad_query: 64 rows each where there are so many, else whole boxes of columns.
 constexpr bool SPLIT_ROWS = BLOCK_M == 64 * CONSUMERS;
@@ -61,17 +93,67 @@ struct Piece {
 // What a block does: one tile of keys, and the query tiles from the last down to the first that sees any of them.
 struct Work {
   int k_tile, kv_head, batch, first_q_tile;
+#if PACKED
+  // The sequence's first row of queries and of keys, how many there are, and its first query tile in the workspace.
+  int first_row, seqlen_q, first_key, seqlen_k, workspace_tile;
+  __device__ __forceinline__ int q_tiles(const BackwardParams& params) const { return ceil_div(seqlen_q, BLOCK_M); }
+  __device__ __forceinline__ int queries(const BackwardParams& params) const { return seqlen_q; }
+  __device__ __forceinline__ int keys(const BackwardParams& params) const { return seqlen_k; }
+  __device__ __forceinline__ int query_row() const { return first_row; }
+  __device__ __forceinline__ int key_row() const { return first_key; }
+  __device__ __forceinline__ int first_tile() const { return workspace_tile; }
+#else
+  __device__ __forceinline__ int q_tiles(const BackwardParams& params) const { return params.q_tiles; }
+  __device__ __forceinline__ int queries(const BackwardParams& params) const { return params.seqlen_q; }
+  __device__ __forceinline__ int keys(const BackwardParams& params) const { return params.seqlen_k; }
+  __device__ __forceinline__ int query_row() const { return 0; }
+  __device__ __forceinline__ int key_row() const { return 0; }
+  __device__ __forceinline__ int first_tile() const { return 0; }
+#endif
   __device__ __forceinline__ int tiles(const BackwardParams& params) const {
-    return max(params.q_tiles - first_q_tile, 0);
+    return max(q_tiles(params) - first_q_tile, 0);
   }
 };
 
+// A query tile of one head: its rows in the tensors, of which the first `seqlen_q - first_row` are its own, and its
+// number in the workspace.
+struct QueryTile {
+  int64_t number;
+  int batch, head, origin, first_row, seqlen_q;  // row i of the tile is origin + first_row + i in the tensors
+  bool sees_keys;                                // if not, it has no place in the workspace
+};
+// One for each block of the kernels that prepare and finish; of packed sequences some have no rows.
+__device__ __forceinline__ QueryTile query_tile_at(int block, const BackwardParams& params) {
+  QueryTile tile;
+#if PACKED
+  const int slot = block % params.q_slots;
+  const int4 first = params.entries[2 * slot], second = params.entries[2 * slot + 1];
+  tile.batch = 0;
+  tile.head = block / params.q_slots;
+  tile.origin = first.y;
+  tile.first_row = first.x * BLOCK_M;
+  tile.seqlen_q = first.z;
+  tile.number = (int64_t)tile.head * params.q_tiles + second.w / BLOCK_M + first.x;
+  tile.sees_keys = second.x > 0;
+#else
+  tile.number = block;
+  tile.batch = block / params.q_tiles / params.num_heads;
+  tile.head = block / params.q_tiles % params.num_heads;
+  tile.origin = 0;
+  tile.first_row = block % params.q_tiles * BLOCK_M;
+  tile.seqlen_q = params.seqlen_q;
+  tile.sees_keys = true;
+#endif
+  return tile;
+}
+
 // Causal: the first keys, which most queries see, come first, of a group of heads whose queries stay in L2 together.
+// Masked: the same, since masks of models are causal more often than not.
 // Deterministic: the same, since blocks of one head wait for one another: so those that begin together are of many.
 __device__ __forceinline__ Work work_at(int index, const BackwardParams& params) {
   int head;
   Work work;
-  if (IS_CAUSAL || DETERMINISTIC) {
+  if (IS_CAUSAL || DETERMINISTIC || MASKED || PACKED) {
     const int group_tiles = params.heads_per_group * params.k_tiles;
     const int first = index / group_tiles * params.heads_per_group, within = index % group_tiles;
     const int heads = min(params.heads_per_group, params.batch * params.num_kv_heads - first);
@@ -83,6 +165,16 @@ __device__ __forceinline__ Work work_at(int index, const BackwardParams& params)
   }
   work.batch = head / params.num_kv_heads;
   work.kv_head = head % params.num_kv_heads;
+#if PACKED
+  const int4 first = params.entries[2 * (params.q_slots + work.k_tile)];
+  const int4 second = params.entries[2 * (params.q_slots + work.k_tile) + 1];
+  work.k_tile = first.x;
+  work.first_row = first.y;
+  work.seqlen_q = first.z;
+  work.first_key = first.w;
+  work.seqlen_k = second.y;  // in memory: nobody sees those past the last sequence, but their gradients are zeros
+  work.workspace_tile = second.w / BLOCK_M;
+#endif
   work.first_q_tile = IS_CAUSAL ? work.k_tile * BLOCK_N / BLOCK_M : 0;
   return work;
 }
@@ -102,18 +194,105 @@ __device__ __forceinline__ int block_number(uint32_t ticket, const BackwardParam
   return uniform(read_word(ticket));
 }
 
-// Calls `visit(query head, query tile, the tile's number in the workspace)` for all that a block works on, in order.
+#if MASKED
+// Of one query head and the block's keys: which list of the mask, and the list.
+__device__ __forceinline__ int list_number(const Work& work, int head, const BackwardParams& params) {
+  const int plane = work.batch * params.mask.plane_stride_batch + head * params.mask.plane_stride_head;
+  return plane * params.k_tiles + work.k_tile;
+}
+__device__ __forceinline__ const int* query_list(const Work& work, int head, const BackwardParams& params) {
+  return params.mask.lists + (int64_t)list_number(work, head, params) * (2 + params.q_tiles);
+}
+#endif
+
+// Calls `visit(query head, query tile, the tile's number in the workspace, its entry in a mask's list or 0)` for all
+// that a block works on, in order.
 template <class Visit>
 __device__ __forceinline__ void for_each_tile(const Work& work, const BackwardParams& params, const Visit& visit) {
   const int group = params.num_heads / params.num_kv_heads;
 #pragma unroll 1
   for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
-    const int first = (work.batch * params.num_heads + head) * params.q_tiles;
+    const int first = (work.batch * params.num_heads + head) * params.q_tiles + work.first_tile();
+#if MASKED
+    const int* list = query_list(work, head, params) + 1;
 #pragma unroll 1
-    for (int number = first + params.q_tiles - 1; number >= first + work.first_q_tile; --number)
-      visit(head, number - first, number);
+    for (int entry; (entry = *list) != LIST_END; ++list)
+      visit(head, entry_tile(entry), first + entry_tile(entry), entry);
+#else
+#pragma unroll 1
+    for (int number = first + work.q_tiles(params) - 1; number >= first + work.first_q_tile; --number)
+      visit(head, number - first, number, 0);
+#endif
   }
 }
+
+// How many tiles a block works on, those of all query heads of the group together.
+__device__ __forceinline__ int count_tiles(const Work& work, const BackwardParams& params) {
+  const int group = params.num_heads / params.num_kv_heads;
+#if MASKED
+  int count = 0;
+#pragma unroll 1
+  for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head)
+    count += *query_list(work, head, params);
+  return count;
+#else
+  return work.tiles(params) * group;
+#endif
+}
+
+#if MASKED
+// The loading thread: whether a query tile is mixed, and its bits if it is, on their way to the consumers beside the
+// queries of the same stage, before which it must be called.
+template <class Shared>
+__device__ __forceinline__ void load_mask(const Work& work, int head, int entry, int stage,
+                                          const BackwardParams& params, const Shared& shared) {
+  write_word(shared.mixed(stage), entry_mixed(entry));
+  if (entry_mixed(entry)) {
+    const int tile = params.mask.q_tiles == 1 ? 0 : entry_tile(entry);
+    const int64_t number = (int64_t)list_number(work, head, params) * params.mask.q_tiles + tile;
+    load_bytes<MASK_BYTES>(params.mask.bits + number * MASK_WORDS, shared.mask_bits + stage * MASK_BYTES,
+                           shared.q_full(stage));
+  } else {
+    barrier_arrive(shared.q_full(stage));
+  }
+}
+#endif
+
+// Two statistics of neighbouring queries.
+__device__ __forceinline__ float2 read_pair(uint32_t address) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address));
+  return pair;
+}
+
+#if DROPOUT
+// The random keys of this thread's two keys, `key` and `key` + 8, for a query head counted over the batch.
+__device__ __forceinline__ uint2 column_keys(int head, int key, const BackwardParams& params) {
+  const uint32_t* keys = dropout_columns(params.dropout, head, params.seqlen_q, params.seqlen_k) + key;
+  return make_uint2(__ldg(keys), __ldg(keys + 8));
+}
+
+// A bit for each of this thread's scores of a part: those that stay. `rows`: where the random keys of the part's
+// queries begin in shared memory.
+__device__ __forceinline__ uint32_t kept_scores(uint32_t rows, const uint2& of_keys, uint32_t threshold,
+                                                int quad_lane) {
+  const uint32_t columns[2] = {of_keys.x, of_keys.y};
+  uint32_t kept = 0;
+#pragma unroll
+  for (int pair = 0; pair < STEP_M / 16; ++pair) {
+    // Queries 16 pair + 2 quad_lane + e, whose scores are those of group 2 pair, and 8 further on, of the next one.
+    const float2 of_queries = read_pair(rows + (16 * pair + 2 * quad_lane) * 4);
+    const uint32_t row_keys[2] = {__float_as_uint(of_queries.x), __float_as_uint(of_queries.y)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t bits = dropout_bits(row_keys[i % 2], columns[i / 2]);
+      if (keeps_first(bits, threshold)) kept |= 1u << (8 * pair + i);
+      if (keeps_second(bits, threshold)) kept |= 1u << (8 * pair + 4 + i);
+    }
+  }
+  return kept;
+}
+#endif
 
 // The loading warp. Shared: where the kernel keeps its tiles and barriers.
 template <class Shared>
@@ -123,24 +302,30 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
   Ring<Q_STAGES> q;
   Ring<DO_STAGES> d;
   bool first = true;
-  for_each_tile(work, params, [&](int head, int tile, int number) {
+  for_each_tile(work, params, [&](int head, int tile, int number, [[maybe_unused]] int entry) {
     // In the order in which the consumers need them.
     if (first)
-      load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key, shared.k_full(), work.k_tile * BLOCK_N, work.kv_head,
-                                   work.batch);
+      load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key, shared.k_full(), work.key_row() + work.k_tile * BLOCK_N,
+                                   work.kv_head, work.batch);
     barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
-    load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
-                                 head, work.batch);
-    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (2 * BLOCK_M),
+#if MASKED
+    load_mask(work, head, entry, q.stage, params, shared);
+#endif
+#if DROPOUT
+    write_word(shared.head(q.stage), work.batch * params.num_heads + head);
+#endif
+    load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
+                                 work.query_row() + tile * BLOCK_M, head, work.batch);
+    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (STATISTICS * BLOCK_M),
                                  shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
     q.advance();
     if (first)
-      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value, shared.v_full(), work.k_tile * BLOCK_N, work.kv_head,
-                                     work.batch);
+      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value, shared.v_full(), work.key_row() + work.k_tile * BLOCK_N,
+                                     work.kv_head, work.batch);
     first = false;
     barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
     load_rows<BLOCK_M, HEAD_DIM_V>(grad_out_map, shared.grad_out + d.stage * DO_BYTES, shared.do_full(d.stage),
-                                   tile * BLOCK_M, head, work.batch);
+                                   work.query_row() + tile * BLOCK_M, head, work.batch);
     d.advance();
   });
 }
@@ -197,12 +382,16 @@ __device__ __forceinline__ void pack_all(uint32_t (&packed)[STEP_M / 4], const f
 #pragma unroll
   for (int i = 0; i < STEP_M / 4; ++i) packed[i] = pack(x[2 * i], x[2 * i + 1]);
 }
-
-// Two statistics of neighbouring queries.
-__device__ __forceinline__ float2 read_pair(uint32_t address) {
-  float2 pair;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address));
-  return pair;
+// Of those whose bit in `kept` is set, 0 in the place of the others.
+__device__ __forceinline__ void pack_some(uint32_t (&packed)[STEP_M / 4], const float (&x)[STEP_M / 2], uint32_t kept) {
+#pragma unroll
+  for (int i = 0; i < STEP_M / 4; ++i)
+    packed[i] = pack(kept & 1u << 2 * i ? x[2 * i] : 0.0f, kept & 2u << 2 * i ? x[2 * i + 1] : 0.0f);
+}
+// Leaves those whose bit in `kept` is set; the others become `other`, whatever they are.
+__device__ __forceinline__ void keep_some(float (&x)[STEP_M / 2], uint32_t kept, float other) {
+#pragma unroll
+  for (int i = 0; i < STEP_M / 2; ++i) x[i] = kept & 1u << i ? x[i] : other;
 }
 
 // Hides keys from queries: of this thread's two keys, the first sees columns from `first_0` on, the second `first_1`.
@@ -250,15 +439,26 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[COLUMNS / 2], flo
   }
 }
 
+// Copies the first rows of a tile of grad_key or grad_value to global memory, by all consumers.
+template <int COLUMNS>
+__device__ __forceinline__ void store_some_rows(uint8_t* destination, int64_t stride_row, uint32_t tile, int rows,
+                                                int columns) {
+  constexpr int CHUNKS = COLUMNS / 8;
+  for (int i = threadIdx.x - 128; i < rows * CHUNKS; i += 128 * CONSUMERS) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
+    if (8 * chunk >= columns) continue;
+    const float4 x = read_four(chunk_address<BLOCK_N>(tile, row, chunk));
+    *(float4*)(destination + 2 * (row * stride_row + 8 * chunk)) = x;
+  }
+}
+
 // Hides keys from queries, in scores of STEP_M queries from `first_row` on: later ones of a causal call, and those past
 // the end, which would only add zeros, but exp2 of their scores may be infinite. This thread's keys are `key`, `key`
 // + 8.
-__device__ __forceinline__ void mask_keys(float (&scores)[STEP_M / 2], int key, int first_row,
-                                          const BackwardParams& params) {
+__device__ __forceinline__ void mask_keys(float (&scores)[STEP_M / 2], int key, int first_row, int seqlen_k) {
   const int hidden = STEP_M + 1;
   const int first_0 = IS_CAUSAL ? key - first_row : 0, first_1 = IS_CAUSAL ? first_0 + 8 : 0;
-  mask_columns(scores, key < params.seqlen_k ? first_0 : hidden, key + 8 < params.seqlen_k ? first_1 : hidden,
-               threadIdx.x % 4);
+  mask_columns(scores, key < seqlen_k ? first_0 : hidden, key + 8 < seqlen_k ? first_1 : hidden, threadIdx.x % 4);
 }
 
 template <bool VALUE>
@@ -266,24 +466,33 @@ struct Flag {
   static constexpr bool value = VALUE;
 };
 
+#if DROPOUT
+extern "C" __global__ void
+    __launch_bounds__(DROPOUT_PITCH) flash_dropout_keys(const __grid_constant__ DropoutKeysParams params) {
+  write_dropout_keys(params);
+}
+#endif
+
 // One block for each query tile of each head. Eight lanes share a row.
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_prepare(
     const __grid_constant__ BackwardParams params) {
-  const int64_t number = blockIdx.x;
-  const int q_tile = blockIdx.x % params.q_tiles, head = blockIdx.x / params.q_tiles % params.num_heads;
-  const int batch = blockIdx.x / params.q_tiles / params.num_heads;
+  const auto [number, batch, head, origin, first_row, seqlen_q, sees_keys] = query_tile_at(blockIdx.x, params);
+  if (PACKED && (seqlen_q == 0 || !sees_keys)) return;
   const uint8_t* out =
-      (const uint8_t*)params.out + 2 * (batch * params.out_stride_batch + head * params.out_stride_head);
+      (const uint8_t*)params.out +
+      2 * (batch * params.out_stride_batch + head * params.out_stride_head + origin * params.out_stride_row);
   const uint8_t* grad_out =
-      (const uint8_t*)params.grad_out + 2 * (batch * params.grad_out_stride_batch + head * params.grad_out_stride_head);
-  const float* logsumexp = params.logsumexp + ((int64_t)batch * params.num_heads + head) * params.logsumexp_pitch;
-  float* statistics = params.statistics + number * (2 * BLOCK_M);
+      (const uint8_t*)params.grad_out + 2 * (batch * params.grad_out_stride_batch + head * params.grad_out_stride_head +
+                                             origin * params.grad_out_stride_row);
+  const float* logsumexp =
+      params.logsumexp + ((int64_t)batch * params.num_heads + head) * params.logsumexp_pitch + origin;
+  float* statistics = params.statistics + number * (STATISTICS * BLOCK_M);
   const int lane = threadIdx.x % 8;
 #pragma unroll
   for (int row = threadIdx.x / 8; row < BLOCK_M; row += PREPARE_THREADS / 8) {
-    const int64_t this_row = q_tile * BLOCK_M + row;
+    const int64_t this_row = first_row + row;
     float delta = 0.0f;
-    if (this_row < params.seqlen_q) {
+    if (this_row < seqlen_q) {
 #pragma unroll
       for (int column = 8 * lane; column < HEAD_DIM_V; column += 64)
         if (column < params.head_dim_v)
@@ -293,9 +502,21 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
     delta += __shfl_xor_sync(0xFFFFFFFF, delta, 4);
     delta = quad_sum(delta);
     if (lane == 0) {
-      // Rows past the end have probability zero everywhere.
-      statistics[row] = this_row < params.seqlen_q ? logsumexp[this_row] * 1.4426950408889634f : INFINITY_F;
+      // Rows past the end, and those that see no key, have probability zero everywhere.
+      float high = this_row < seqlen_q ? logsumexp[this_row] * 1.4426950408889634f : INFINITY_F;
+      if (MASKED && high == -INFINITY_F) high = INFINITY_F;
+      statistics[row] = high;
+#if DROPOUT
+      // Of dP without the scale of what stays, by which dS is multiplied at last.
+      delta *= params.kept;
+#endif
       statistics[BLOCK_M + row] = -delta;
+#if DROPOUT
+      // The table has as many rows as all tiles together.
+      const uint32_t* keys =
+          dropout_rows(params.dropout, blockIdx.x / params.q_tiles, params.seqlen_q, params.seqlen_k);
+      statistics[2 * BLOCK_M + row] = __uint_as_float(keys[this_row]);
+#endif
     }
   }
   if (!FIRST_STORES) {
@@ -310,22 +531,22 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
 // One block for each query tile of each head; threads hold what they held in the main kernel.
 extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
     const __grid_constant__ BackwardParams params) {
-  const int64_t number = blockIdx.x;
-  const int q_tile = blockIdx.x % params.q_tiles, head = blockIdx.x / params.q_tiles % params.num_heads;
-  const int batch = blockIdx.x / params.q_tiles / params.num_heads;
+  const auto [number, batch, head, origin, tile_row, seqlen_q, sees_keys] = query_tile_at(blockIdx.x, params);
+  if (PACKED && seqlen_q == 0) return;
   const Piece piece(threadIdx.x / 128);
   const int lane = threadIdx.x % 32;
   const float4* sums = (const float4*)(params.sums + number * (BLOCK_M * HEAD_DIM) + piece.offset) + threadIdx.x % 128;
-  const int first_row = q_tile * BLOCK_M + piece.first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
+  const int first_row = tile_row + piece.first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
   uint8_t* grad_query =
-      (uint8_t*)params.grad_query + 2 * (batch * params.grad_query_stride_batch + head * params.grad_query_stride_head);
+      (uint8_t*)params.grad_query + 2 * (batch * params.grad_query_stride_batch + head * params.grad_query_stride_head +
+                                         origin * params.grad_query_stride_row);
 #pragma unroll
   for (int group = 0; group < PIECE_COLUMNS / 8; group += 4) {
     uint32_t words[2][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (group + i < piece.groups) x = sums[(group + i) * 128];
+      if (group + i < piece.groups && (!PACKED || sees_keys)) x = sums[(group + i) * 128];
       words[0][i] = pack(x.x * params.softmax_scale, x.y * params.softmax_scale);
       words[1][i] = pack(x.z * params.softmax_scale, x.w * params.softmax_scale);
     }
@@ -335,7 +556,7 @@ extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_fin
     for (int half = 0; half < 2; ++half) {
       quad_transpose(words[half], lane);
       const int64_t row = first_row + 8 * half;
-      if (row < params.seqlen_q && group + lane % 4 < piece.groups && column < params.head_dim)
+      if (row < seqlen_q && group + lane % 4 < piece.groups && column < params.head_dim)
         store_eight(grad_query + 2 * (row * params.grad_query_stride_row + column), words[half]);
     }
   }

@@ -11,6 +11,7 @@ patch pointers in. Three kernels in one binary: they prepare, compute, and finis
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 import os
 from pathlib import Path
@@ -21,12 +22,14 @@ import torch
 from ... import _torch, driver, nvrtc
 from ...plans import Recent
 from .. import KernelUnavailable, launch_counts
-from . import forward, tiles
+from . import dropout, forward, masks, tiles
 from .tiles import BackwardTile
 
 FOLDER = Path(__file__).parent
 PREPARE, MAIN, FINISH = ENTRIES = ("flash_backward_prepare", "flash_backward", "flash_backward_finish")
 MAX_HEAD_DIM = 256
+MAX_EXTRAS_HEAD_DIM = 128  # with a mask or dropout
+MAX_ORDERED_MASK_HEAD_DIM = 112  # with a mask in deterministic mode
 # wgmma cuts off what it adds up instead of rounding it; Triton's kernels add up longer sums in parts.
 MAX_SUM_ROWS = forward.MAX_SEQLEN_K
 
@@ -38,6 +41,19 @@ _PREPARE_THREADS = 256
 # Queries, their gradients and their float32 sums of the heads in work at one time should fit the L2 cache (50 MB).
 _L2_BYTES = 32 << 20
 _MAX_BLOCKS = 2**31 - 1
+
+
+class QueryMask(ctypes.Structure):
+    """Repeated by ``struct QueryMask`` in ``backward.cuh``."""
+
+    _fields_ = [
+        ("bits", ctypes.c_void_p),
+        ("lists", ctypes.c_void_p),
+        ("plane_stride_batch", ctypes.c_int32),  # in planes of the mask, 0 where it is broadcast
+        ("plane_stride_head", ctypes.c_int32),
+        ("q_tiles", ctypes.c_int32),  # that have bits of their own
+        ("unused", ctypes.c_int32),
+    ]
 
 
 class BackwardParams(ctypes.Structure):
@@ -73,13 +89,30 @@ class BackwardParams(ctypes.Structure):
         ("q_tiles", ctypes.c_int32),  # query tiles of a head
         ("k_tiles", ctypes.c_int32),
         ("heads_per_group", ctypes.c_int32),  # key heads, counted over the batch, whose queries share L2
-        ("softmax_scale", ctypes.c_float),
+        ("softmax_scale", ctypes.c_float),  # what the gradients of query and key are multiplied by at last
         ("softmax_scale_log2", ctypes.c_float),
+        ("mask", QueryMask),  # zeros without a mask
+        ("dropout", dropout.DropoutParams),  # zeros without dropout
+        ("kept", ctypes.c_float),  # 1 - dropout_p
+        ("unused", ctypes.c_int32),
+        # Of packed sequences alone (``varlen.py``).
+        ("entries", ctypes.c_void_p),  # int32 [q_slots + k_tiles, 8], the tiles of queries and of keys
+        ("grad_key", ctypes.c_void_p),
+        ("grad_value", ctypes.c_void_p),
+        ("grad_key_stride_head", ctypes.c_int64),
+        ("grad_key_stride_row", ctypes.c_int64),
+        ("grad_value_stride_head", ctypes.c_int64),
+        ("grad_value_stride_row", ctypes.c_int64),
+        ("q_slots", ctypes.c_int32),
     ]
 
 
 class Specialisation(NamedTuple):
-    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256."""
+    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
+
+    is_masked: there is a bool mask. The binary then holds the kernels that read it too, and with has_dropout the one
+    that writes random keys. is_packed: sequences follow each other in one tensor (``varlen.py``).
+    """
 
     head_dim: int
     head_dim_v: int
@@ -87,6 +120,9 @@ class Specialisation(NamedTuple):
     is_bf16: bool
     deterministic: bool
     tile: BackwardTile
+    is_masked: bool = False
+    has_dropout: bool = False
+    is_packed: bool = False
 
     @property
     def defines(self) -> dict[str, int]:
@@ -107,8 +143,11 @@ class Specialisation(NamedTuple):
             "PERSISTENT": int(tile.persistent),
             "FIRST_STORES": int(tile.first_stores),
             "IS_CAUSAL": int(self.is_causal),
+            "MASKED": int(self.is_masked),
+            "DROPOUT": int(self.has_dropout),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),
+            "PACKED": int(self.is_packed),
         }
 
     @property
@@ -117,6 +156,10 @@ class Specialisation(NamedTuple):
         tile, padded, padded_v = self.tile, _round_up(self.head_dim, 64), _round_up(self.head_dim_v, 64)
         keys = tile.block_n * (padded + padded_v) * 2
         queries = tile.block_m * (tile.q_stages * (padded * 2 + 8) + tile.do_stages * padded_v * 2)
+        if self.is_masked:
+            queries += tile.q_stages * tile.block_m * tile.block_n // 8
+        if self.has_dropout:
+            queries += tile.q_stages * tile.block_m * 4 + tile.block_n * 8
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
         # P on its way to the other warpgroup, or the query's gradient on its way to global memory; both are float32.
         handed = tile.block_m * (tile.block_n if self.is_wide else self.head_dim) * 4
@@ -162,7 +205,7 @@ class Specialisation(NamedTuple):
     @property
     def entries(self) -> tuple[str, ...]:
         """The kernels in the binary."""
-        return ENTRIES
+        return (*masks.BIT_ENTRIES * self.is_masked, *(dropout.ENTRY,) * self.has_dropout, *ENTRIES)
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
@@ -173,17 +216,31 @@ class Specialisation(NamedTuple):
 
 
 def specialise(
-    head_dim: int, head_dim_v: int, dtype: torch.dtype, is_causal: bool, deterministic: bool, query_rows: int
+    head_dim: int,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    is_causal: bool,
+    deterministic: bool,
+    query_rows: int,
+    is_masked: bool = False,
+    has_dropout: bool = False,
 ) -> Specialisation:
     """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256.
 
-    query_rows: how many queries a key head has, those of all its query heads together.
+    query_rows: how many queries a key head has, those of all its query heads together. is_masked: with a bool mask,
+    has_dropout: with dropout, both for head dimensions up to 128.
     """
     padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
     if padded_v > 64:
         padded = max(padded, 80)  # of wide tiles each warpgroup computes a box of the query's gradient; there are two
-    tile = tiles.choose_backward(padded, padded_v, is_causal, query_rows, deterministic)
-    return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, deterministic, tile)
+    tile = tiles.choose_backward(padded, padded_v, is_causal or is_masked, query_rows, deterministic)
+    if is_masked and max(padded, padded_v) > MAX_ORDERED_MASK_HEAD_DIM:
+        tile = dataclasses.replace(tile, persistent=False)  # registers again
+    if has_dropout:
+        # dP is dropped before delta is subtracted; persistent blocks have no registers for what stays.
+        tile = dataclasses.replace(tile, delta_first=False, persistent=False)
+    is_bf16 = dtype == torch.bfloat16
+    return Specialisation(padded, padded_v, is_causal, is_bf16, deterministic, tile, is_masked, has_dropout)
 
 
 def _round_up(number: int, step: int) -> int:
@@ -195,13 +252,33 @@ def sums_fit(query: torch.Tensor, key: torch.Tensor) -> bool:
     return query.size(2) * (query.size(1) // key.size(1)) <= MAX_SUM_ROWS
 
 
-def _refusal(query, key, value, out, logsumexp, grad_out, softmax_scale: float) -> str:
+def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> bool:
+    """Is there a kernel for the call's mask and dropout, if it has any?"""
+    if mask is None and dropout_p == 0.0:
+        return True
+    largest = max(query.size(3), value.size(3))
+    if deterministic and mask is not None:
+        # A mask's lists and the order of blocks together are more than the storing threads have registers for, unless
+        # the consumers have some to spare; and dropout leaves them none.
+        return largest <= MAX_ORDERED_MASK_HEAD_DIM and dropout_p == 0.0
+    return largest <= MAX_EXTRAS_HEAD_DIM
+
+
+def _refusal(
+    query, key, value, out, logsumexp, grad_out, mask, dropout_p: float, is_causal: bool, softmax_scale: float,
+    deterministic: bool,
+) -> str:  # fmt: skip
     """Why the kernels cannot run this call, whatever routing has said: a compiled graph may get other tensors."""
-    refusal = forward._refusal(query, key, value, None, False, softmax_scale)
+    # Masks together with dropout are no obstacle here; the forward was another kernel's.
+    refusal = forward._refusal(query, key, value, mask, is_causal, softmax_scale, 0.0)
     if refusal:
         return refusal
+    if mask is not None and mask.dtype != torch.bool:
+        return "the Hopper backward takes bool masks alone"
     if query.size(3) > MAX_HEAD_DIM or value.size(3) > MAX_HEAD_DIM:
         return f"the Hopper backward has no head_dim {query.size(3)} with value head_dim {value.size(3)}"
+    if not extras_fit(query, value, mask, dropout_p, deterministic):
+        return f"the Hopper backward does not take this mask or dropout with a head_dim of {query.size(3)}"
     if not suits(query, key, value, out, grad_out):
         return "the copy engine cannot walk tensors with such strides"
     if logsumexp.dtype != torch.float32 or not logsumexp.is_contiguous():
@@ -223,9 +300,11 @@ class Plan:
         "_configs",
         "_counted",
         "_device_index",
+        "_dropout",
         "_frames",
         "_functions",
         "_maps",
+        "_mask",
         "_params",
         "_semaphores_at",
         "_statistics_in_gradient",
@@ -237,15 +316,21 @@ class Plan:
     def __init__(
         self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value,
         is_causal: bool, softmax_scale: float, deterministic: bool, tile: BackwardTile | None = None,
+        mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     ) -> None:  # fmt: skip
-        refusal = _refusal(query, key, value, out, logsumexp, grad_out, softmax_scale)
+        refusal = _refusal(
+            query, key, value, out, logsumexp, grad_out, mask, dropout_p, is_causal, softmax_scale, deterministic
+        )
         if refusal:
             raise KernelUnavailable(refusal)
         batch, heads, seqlen_q, head_dim = query.shape
         kv_heads, seqlen_k, head_dim_v = value.shape[1:]
         index = self._device_index = query.device.index
         query_rows = seqlen_q * (heads // kv_heads)
-        spec = specialise(head_dim, head_dim_v, query.dtype, is_causal, deterministic, query_rows)
+        is_masked, has_dropout = mask is not None, dropout_p > 0.0
+        spec = specialise(
+            head_dim, head_dim_v, query.dtype, is_causal, deterministic, query_rows, is_masked, has_dropout
+        )
         if tile is not None:
             spec = spec._replace(tile=tile)
         self.specialisation = spec
@@ -256,7 +341,7 @@ class Plan:
             raise KernelUnavailable(f"{max(all_q_tiles, blocks)} tiles are more than 32 bits count")
         # One allocation: statistics, sums, semaphores, each at a multiple of 16 bytes. The query's gradient, which the
         # last kernel writes when nobody needs the statistics any more, holds them where it is large enough.
-        statistics = all_q_tiles * 2 * tile.block_m
+        statistics = all_q_tiles * (2 + has_dropout) * tile.block_m
         self._statistics_in_gradient = grad_query is not None and 4 * statistics <= _dense_bytes(grad_query)
         self._sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 4)
         self._semaphores_at = self._sums_at + all_q_tiles * tile.block_m * spec.head_dim
@@ -267,6 +352,14 @@ class Plan:
                 ctypes.c_void_p(driver.load_function(binary, entry, index, spec.shared_bytes if entry == MAIN else 0))
                 for entry in ENTRIES
             ]
+            scores_shape = batch, heads, seqlen_q, seqlen_k
+            self._mask = self._dropout = None
+            if mask is not None:
+                makers = [ctypes.c_void_p(driver.load_function(binary, entry, index, 0)) for entry in masks.BIT_ENTRIES]
+                self._mask = masks.QueryLists(makers, mask, scores_shape, tile)
+            if has_dropout:
+                maker = ctypes.c_void_p(driver.load_function(binary, dropout.ENTRY, index, 0))
+                self._dropout = dropout.Keys(maker, batch * heads, seqlen_q, seqlen_k, query.device)
             rows = (tile.block_m, tile.block_n, tile.block_n, tile.block_m, tile.block_n, tile.block_n)
             self._maps = [
                 driver.TensorMaps(t.dtype, t.shape, t.stride(), n, t.data_ptr(), index)
@@ -286,6 +379,7 @@ class Plan:
         if deterministic and is_causal:
             # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
             heads_per_group = max(heads_per_group, math.ceil(num_sms / 3))
+        of_dropout = dropout.params_of(dropout_p) if has_dropout else dropout.DropoutParams()
         self._params = BackwardParams(
             **strides,
             batch=batch,
@@ -299,8 +393,11 @@ class Plan:
             q_tiles=q_tiles,
             k_tiles=k_tiles,
             heads_per_group=min(heads_per_group, batch * kv_heads),
-            softmax_scale=softmax_scale,
+            softmax_scale=softmax_scale * of_dropout.scale if has_dropout else softmax_scale,
             softmax_scale_log2=softmax_scale * _LOG2E,
+            mask=QueryMask() if self._mask is None else QueryMask(**self._mask.numbers),
+            dropout=of_dropout,
+            kept=1.0 - dropout_p,
         )
         grid = min(blocks, num_sms) if tile.persistent else blocks
         self._configs = [
@@ -311,12 +408,14 @@ class Plan:
         self._counted = spec.in_order or tile.persistent
         self._frames: list[driver.Frame] = []
 
-    def __call__(self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value) -> None:
+    def __call__(
+        self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask=None, seed=None
+    ) -> None:
         """Launch on the current stream of the tensors' device."""
         index = self._device_index
         if driver.current_device() != index:
             with torch.cuda.device(index):
-                return self(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value)
+                return self(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed)
         workspace = _allocate(query, self._workspace_floats)
         # These stay referenced until the driver has copied them.
         query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map = self._maps
@@ -346,6 +445,12 @@ class Plan:
         stream = driver.current_stream(index)
         if self._counted:
             params.counters = driver.counters(index, stream)
+        if self._mask is not None:
+            lists = self._mask.make(mask, index, stream)
+            params.mask.bits, params.mask.lists = lists.bits, lists.lists
+        if self._dropout is not None:
+            table = self._dropout.make(seed, index, stream)
+            params.dropout.keys = table.data_ptr()
         prepare, main, finish = self._functions
         prepare_config, main_config, finish_config = frame.configs
         launch_counts[PREPARE] += 1
@@ -402,24 +507,29 @@ _plans: dict[tuple, Plan | KernelUnavailable] = {}
 
 def backward(
     grad_out, query, key, value, out, logsumexp, is_causal, softmax_scale, grad_query, grad_key, grad_value,
-    deterministic,
+    deterministic, mask=None, dropout_p=0.0, dropout_seed=None,
 ) -> Plan:  # fmt: skip
     """Fill grad_query (unless None), grad_key and grad_value, of their tensors' shapes, the last dimension dense.
 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], out and grad_out
     [B, H, seqlen_q, Dv], ``aligned`` and ``walkable``; float16 or bfloat16, all sizes positive, D and Dv multiples of 8
     up to 256, softmax_scale finite and positive. logsumexp float32 [B, H, at least seqlen_q], contiguous, natural
-    logarithm. deterministic: bit by bit the same result for the same call. Raises KernelUnavailable before any launch.
+    logarithm, -inf for a row that sees no key. deterministic: bit by bit the same result for the same call. mask bool
+    [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1] with any strides, not together with is_causal.
+    dropout_seed int64 [1] where dropout_p is positive; out is that of the same dropout. Both
+    where ``extras_fit``. Raises KernelUnavailable before any launch of the three kernels.
     """
     tensors = query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value
     key_of_plan = (
         *((t.shape, t.stride()) if t is not None else None for t in tensors),
-        query.dtype, is_causal, softmax_scale, deterministic, query.get_device(),
+        query.dtype, is_causal, softmax_scale, deterministic, query.get_device(), dropout_p,
     )  # fmt: skip
+    if mask is not None:
+        key_of_plan += mask.shape, mask.stride(), mask.dtype, mask.data_ptr() & 15
     found = _plans.get(key_of_plan)
     if found is None:
         try:
-            found = Plan(*tensors, is_causal, softmax_scale, deterministic)
+            found = Plan(*tensors, is_causal, softmax_scale, deterministic, mask=mask, dropout_p=dropout_p)
         except KernelUnavailable as error:
             found = error
         if len(_plans) >= _MAX_PLANS:
@@ -427,7 +537,7 @@ def backward(
         _plans[key_of_plan] = found
     if isinstance(found, KernelUnavailable):
         raise KernelUnavailable(str(found))
-    found(*tensors)
+    found(*tensors, mask, dropout_seed)
     return found
 
 

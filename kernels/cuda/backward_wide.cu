@@ -18,7 +18,7 @@
 #include "backward.cuh"
 
 static_assert(BLOCK_M == 64 && STEP_M == 64 && BLOCK_N == 64 && CONSUMERS == 1 && SPLIT_ROWS && !KEYS_IN_REGISTERS);
-static_assert(!FIRST_STORES);
+static_assert(!FIRST_STORES && !PACKED);
 // The gradients' warpgroup asks for the next grad_out tile, which is loaded after the next query tile, before it is
 // done with this query tile.
 static_assert(Q_STAGES > 1);
@@ -88,7 +88,8 @@ __device__ __forceinline__ void consume_scores(const TensorMap& grad_value_map, 
   };
   const auto step = [&](int first_row, auto more) {
     const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + quad_lane * 8;
-    if (ends || (IS_CAUSAL && first_row < first_key + BLOCK_N - 1)) mask_keys(scores, thread_key, first_row, params);
+    if (ends || (IS_CAUSAL && first_row < first_key + BLOCK_N - 1))
+      mask_keys(scores, thread_key, first_row, params.seqlen_k);
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 2; i += 4) {
       const float2 logsumexp = read_pair(statistics + 8 * i);
@@ -244,7 +245,7 @@ __device__ __forceinline__ void add_columns(float* sums, uint32_t grad_scores, u
 __device__ __forceinline__ void consume_queries(const Work& work, const BackwardParams& params, const Shared& shared) {
   Ring<DS_STAGES> s;
   if (work.tiles(params) > 0) barrier_wait(shared.k_full(), 0);
-  for_each_tile(work, params, [&](int, int, int number) {
+  for_each_tile(work, params, [&](int, int, int number, int) {
     float* sums = params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM);
     const uint32_t grad_scores = descriptor(shared.grad_scores + s.stage * DS_BYTES, 0);
     barrier_wait(shared.ds_full(s.stage), s.phase);

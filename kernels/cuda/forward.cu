@@ -16,32 +16,53 @@
 // With a bool mask (MASKED) the key tiles to visit are those of a list (mask.cuh), which the loading warp reads ahead:
 // first those that all rows see whole, so that the first one gives every row a maximum, then the mixed ones, each with
 // the mask and its own maximum. The number of a key tile travels in shared memory beside it.
+// With a float mask (BIAS_BYTES) mixed tiles have their part of it in shared memory too (bias.cuh), and take no maximum
+// either where their rows have a shift that may serve: then mask and shift are joined while the products run.
+//
+// With DROPOUT the row sums are those of all probabilities, and what is dropped is left out of the second product
+// alone. The random keys of a key tile (dropout.cuh) come with it; the bits are mixed while the first product runs.
+//
+// Packed sequences (PACKED): rows of all sequences follow each other in one tensor, and a list made on the GPU names
+// the query tiles with their sequences (varlen_schedule.py). A key tile that reaches past its sequence brings rows of
+// the next: their scores are hidden as those past the end are, and their values, which may be infinite or NaN, are
+// overwritten with zeros. A query tile that reaches past its sequence goes from registers to global memory.
 //
 // Shared memory: Q_STAGES query tiles, STAGES key and STAGES value tiles, each a row of boxes of 64 columns (tma.cuh).
 // With a single query buffer (head_dim above 192) outputs go from registers to global memory.
 // Registers: BLOCK_N / 2 + BLOCK_N / 4 + HEAD_DIM_V / 2 for S, P and out, of 232 with two consumers and 160 with three.
 //
 // Defined by the host (forward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, BLOCK_N, STAGES, Q_STAGES,
-// IS_CAUSAL, MASKED, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
+// IS_CAUSAL, MASKED, PACKED, BIAS_BYTES (of an element of a float mask, or 0), BIAS_PER_KEY (it has one row for all
+// queries), BIAS_STAGES (tiles of it in flight), DROPOUT, EARLY (what mask or dropout need of a tile is made before its
+// scores are waited for, which ptxas would not do by itself), IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at
+// the matrix unit).
 #include "barrier.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #if MASKED
 #include "mask_lists.cuh"
 #endif
 #include "softmax.cuh"
+#if BIAS_BYTES
+#include "bias.cuh"
+#endif
 #include "wgmma.cuh"
 #include "wgmma_instructions.cuh"
 
 // Mirrored by forward.py.
 struct ForwardParams {
-  void* out;         // [batch, num_heads, seqlen_q, head_dim_v], last stride 1
-  float* logsumexp;  // [batch, num_heads, seqlen_q] contiguous
-  int* counters;     // if COUNTED: tiles handed out after each block's first, blocks done; both zero between launches
+  void* out;  // [batch, num_heads, seqlen_q, head_dim_v], last stride 1
+  float*
+      logsumexp;  // [batch, num_heads, seqlen_q] contiguous; with a float mask twice, the second what rounding cut off
+  int* counters;  // if COUNTED: tiles handed out after each block's first, blocks done; both zero between launches
   int64_t out_stride_batch, out_stride_head, out_stride_row;  // elements
   int batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim_v;
   int num_tiles, q_tiles, heads_per_group;
-  float softmax_scale_log2;
-  MaskParams mask;  // if MASKED
+  float softmax_scale_log2, softmax_scale;
+  int batch_first;        // of tiles next to each other: those of all batches of a head, which share its mask
+  DropoutParams dropout;  // if DROPOUT
+  MaskParams mask;        // if MASKED
+  const int4* entries;    // if PACKED: two for each of q_tiles tiles, see varlen_schedule.py
 };
 
 constexpr int CONSUMERS = BLOCK_M / 64;
@@ -51,31 +72,50 @@ static_assert(!IS_CAUSAL || ceil_div(BLOCK_M - 64, BLOCK_N) < STAGES);
 // So the diagonal of a warpgroup's 64 rows lies within one key tile.
 static_assert(!IS_CAUSAL || BLOCK_N % 64 == 0);
 static_assert(!(IS_CAUSAL && MASKED));
+static_assert(!(PACKED && MASKED));
+static_assert(MASKED || !BIAS_BYTES);
 // In the pieces that lists are made of, and as many keys as one word has bits for.
 static_assert(!MASKED || (BLOCK_N % 16 == 0 && BLOCK_N <= 128));
 // Query tiles differ in length, so that a counter hands them out.
-constexpr bool COUNTED = IS_CAUSAL || MASKED;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
+constexpr bool COUNTED = IS_CAUSAL || MASKED || PACKED;
+// Where tiles of a mask are loaded too, the loading thread has more to remember.
+constexpr bool LARGE_PRODUCER = BIAS_BYTES > 0 && HEAD_DIM_V <= 192;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : LARGE_PRODUCER ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : LARGE_PRODUCER ? 224 : 232;
 // With two query buffers the output leaves through its query's; a single one is needed for the next query before.
 constexpr bool STAGE_OUT = Q_STAGES > 1;
 constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
+#if BIAS_BYTES
+// Are a mixed tile's elements of a float mask read before its scores are there? Where there are registers for both.
+constexpr bool BIAS_EARLY = BLOCK_N + BLOCK_N / 4 + HEAD_DIM_V / 2 <= 160;
+#else
+constexpr int BIAS_TILE_BYTES = 0;
+#endif
+
+// The random keys of a key tile. So that no tile reaches past their table:
+constexpr int COLUMN_KEYS_BYTES = DROPOUT ? BLOCK_N * 4 : 0;
+static_assert(!DROPOUT || DROPOUT_PITCH % BLOCK_N == 0);
 
 // What the producer tells the consumers about a tile. key_tiles: how many to visit; with a mask KeyList::counts().
 struct Tile {
   int first_row, head, batch, key_tiles;
+#if PACKED
+  int row_end, first_key, seqlen_k, unused;  // the sequence's: last row + 1 and first key in the tensors, length
+#endif
 };
 
 // Byte addresses in shared memory.
 struct Shared {
-  uint32_t query, key, value, tiles, barriers;
+  uint32_t query, key, value, bias, column_keys, tiles, barriers;
   __device__ explicit Shared(uint32_t base)
       : query(base),
         key(query + Q_STAGES * Q_BYTES),
         value(key + STAGES * K_BYTES),
-        tiles(value + STAGES * V_BYTES),
+        bias(value + STAGES * V_BYTES),
+        column_keys(bias + BIAS_STAGES * BIAS_TILE_BYTES),
+        tiles(column_keys + STAGES * COLUMN_KEYS_BYTES),
         barriers(tiles + Q_STAGES * sizeof(Tile)) {}
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
   __device__ uint32_t q_full(int stage) const { return barrier(stage); }
@@ -85,8 +125,10 @@ struct Shared {
   __device__ uint32_t k_empty(int stage) const { return barrier(2 * Q_STAGES + STAGES + stage); }
   __device__ uint32_t v_full(int stage) const { return barrier(2 * Q_STAGES + 2 * STAGES + stage); }
   __device__ uint32_t v_empty(int stage) const { return barrier(2 * Q_STAGES + 3 * STAGES + stage); }
+  __device__ uint32_t bias_full(int stage) const { return barrier(3 * Q_STAGES + 4 * STAGES + stage); }
+  __device__ uint32_t bias_empty(int stage) const { return bias_full(BIAS_STAGES + stage); }
   // The number of the key tile in this stage, with a mask.
-  __device__ uint32_t number(int stage) const { return barrier(3 * Q_STAGES + 4 * STAGES) + 4 * stage; }
+  __device__ uint32_t number(int stage) const { return bias_full(2 * BIAS_STAGES) + 4 * stage; }
 };
 
 // Hands tiles to blocks: the first by block number; then, where all tiles are equal, every gridDim-th, and otherwise
@@ -117,20 +159,31 @@ struct Scheduler {
 __device__ __forceinline__ Tile tile_at(int index, const ForwardParams& params) {
   int head, q_tile;
   if (COUNTED) {
+    // With packed sequences the list has the longest first.
     const int group_tiles = params.heads_per_group * params.q_tiles;
     const int group = index / group_tiles, within = index % group_tiles;
     const int first = group * params.heads_per_group;
     const int heads = min(params.heads_per_group, params.batch * params.num_heads - first);
     head = first + within % heads;
-    q_tile = params.q_tiles - 1 - within / heads;
+    q_tile = PACKED ? within / heads : params.q_tiles - 1 - within / heads;
   } else {
     head = index / params.q_tiles;
     q_tile = index % params.q_tiles;
   }
   Tile tile;
+#if PACKED
+  // Number of the tile in its sequence, then the first query, how many there are, and likewise of keys.
+  const int4 entry = params.entries[2 * q_tile];
+  const int first_row = entry.x * BLOCK_M, seqlen_k = params.entries[2 * q_tile + 1].x;
+  const int seen = IS_CAUSAL ? min(seqlen_k, first_row + BLOCK_M) : seqlen_k;
+  // A query tile without keys visits one, all of it hidden; without queries it is none.
+  const int key_tiles = entry.z == 0 ? 0 : ceil_div(max(seen, 1), BLOCK_N);
+  return {entry.y + first_row, head, 0, key_tiles, entry.y + entry.z, entry.w, seqlen_k, 0};
+#endif
   tile.first_row = q_tile * BLOCK_M;
-  tile.batch = head / params.num_heads;
-  tile.head = head % params.num_heads;
+  const bool batch_first = BIAS_BYTES && params.batch_first;
+  tile.batch = batch_first ? head % params.batch : head / params.num_heads;
+  tile.head = batch_first ? head / params.batch : head % params.num_heads;
   const int visible = IS_CAUSAL ? min(params.seqlen_k, tile.first_row + BLOCK_M) : params.seqlen_k;
   tile.key_tiles = ceil_div(visible, BLOCK_N);
   return tile;
@@ -140,6 +193,11 @@ __device__ __forceinline__ void write_tile(uint32_t address, const Tile& tile) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(tile.first_row), "r"(tile.head),
                "r"(tile.batch), "r"(tile.key_tiles)
                : "memory");
+#if PACKED
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address + 16), "r"(tile.row_end), "r"(tile.first_key),
+               "r"(tile.seqlen_k), "r"(0)
+               : "memory");
+#endif
 }
 // By one thread.
 __device__ __forceinline__ Tile read_tile(uint32_t address) {
@@ -148,24 +206,61 @@ __device__ __forceinline__ Tile read_tile(uint32_t address) {
                : "=r"(tile.first_row), "=r"(tile.head), "=r"(tile.batch), "=r"(tile.key_tiles)
                : "r"(address)
                : "memory");
+#if PACKED
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(tile.row_end), "=r"(tile.first_key), "=r"(tile.seqlen_k), "=r"(tile.unused)
+               : "r"(address + 16)
+               : "memory");
+#endif
   return tile;
 }
 // By a whole warp. Lane 0 reads, since it also tells the producer that the description may be overwritten.
 __device__ __forceinline__ Tile warp_read_tile(uint32_t address) {
   Tile tile = {};
   if (threadIdx.x % 32 == 0) tile = read_tile(address);
-  return {uniform(tile.first_row), uniform(tile.head), uniform(tile.batch), uniform(tile.key_tiles)};
+  return {uniform(tile.first_row),
+          uniform(tile.head),
+          uniform(tile.batch),
+          uniform(tile.key_tiles),
+#if PACKED
+          uniform(tile.row_end),
+          uniform(tile.first_key),
+          uniform(tile.seqlen_k),
+          0
+#endif
+  };
+}
+
+// The end of the rows that are the tile's own: its sequence's, or else `limit`.
+__device__ __forceinline__ int row_limit(const Tile& tile, int limit) {
+#if PACKED
+  return min(tile.row_end, limit);
+#else
+  return limit;
+#endif
 }
 
 __device__ __forceinline__ void produce(const TensorMap& query_map, const TensorMap& key_map,
-                                        const TensorMap& value_map, const ForwardParams& params, const Shared& shared) {
+                                        const TensorMap& value_map, const TensorMap& bias_map,
+                                        const ForwardParams& params, const Shared& shared) {
   Ring<Q_STAGES> q;
+#if BIAS_BYTES
+  Ring<BIAS_STAGES> bias;
+#endif
   Ring<STAGES> k, v;
   const int queries_per_kv = params.num_heads / params.num_kv_heads;
   Scheduler scheduler(params);
   for (; scheduler.index < params.num_tiles; scheduler.advance(params)) {
     Tile tile = tile_at(scheduler.index, params);
+    if (PACKED && tile.key_tiles == 0) continue;
+#if PACKED
+    const int first_key = tile.first_key;
+#else
+    constexpr int first_key = 0;
+#endif
     const int kv_head = tile.head / queries_per_kv;
+    const uint32_t* const column_keys = dropout_columns(
+        params.dropout, (int64_t)tile.batch * params.num_heads + tile.head, params.seqlen_q, params.seqlen_k);
 
     const auto load_query = [&] {
       barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
@@ -177,15 +272,27 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
     const auto load_key = [&](int j) {
       barrier_wait(shared.k_empty(k.stage), k.phase ^ 1);
       if (MASKED) write_word(shared.number(k.stage), j);
-      load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key + k.stage * K_BYTES, shared.k_full(k.stage), j * BLOCK_N,
-                                   kv_head, tile.batch);
+      load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key + k.stage * K_BYTES, shared.k_full(k.stage),
+                                   first_key + j * BLOCK_N, kv_head, tile.batch);
+      if constexpr (DROPOUT)
+        load_bytes<COLUMN_KEYS_BYTES>(column_keys + j * BLOCK_N, shared.column_keys + k.stage * COLUMN_KEYS_BYTES,
+                                      shared.k_full(k.stage));
       k.advance();
     };
     const auto load_value = [&](int j) {
       barrier_wait(shared.v_empty(v.stage), v.phase ^ 1);
-      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value + v.stage * V_BYTES, shared.v_full(v.stage), j * BLOCK_N,
-                                     kv_head, tile.batch);
+      load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value + v.stage * V_BYTES, shared.v_full(v.stage),
+                                     first_key + j * BLOCK_N, kv_head, tile.batch);
       v.advance();
+    };
+    const auto load_mask = [&](int j) {
+#if BIAS_BYTES
+      barrier_wait(shared.bias_empty(bias.stage), bias.phase ^ 1);
+      load_bias(bias_map, shared.bias + bias.stage * BIAS_TILE_BYTES, shared.bias_full(bias.stage), j * BLOCK_N,
+                BIAS_PER_KEY ? 0 : tile.first_row, params.mask.stride_head ? tile.head : 0,
+                params.mask.stride_batch ? tile.batch : 0);
+      bias.advance();
+#endif
     };
 
     // The order in which the consumers need them; a single query buffer is free later than the first key buffer.
@@ -196,6 +303,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
       int j = list[0], next = list[1];
       if (Q_STAGES > 1) load_query();
       load_key(j);
+      if (list.full == 0) load_mask(j);
       if (Q_STAGES == 1) load_query();
 #pragma unroll 1
       for (int position = 1; position < list.visited; ++position) {
@@ -203,6 +311,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
         j = next;
         next = list[position + 1];
         load_key(j);
+        if (position >= list.full) load_mask(j);
         load_value(before);
       }
       load_value(j);
@@ -221,7 +330,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
   scheduler.finish(params);
   // A tile without keys ends the consumers.
   barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
-  write_tile(shared.tiles + q.stage * sizeof(Tile), Tile{0, 0, 0, 0});
+  write_tile(shared.tiles + q.stage * sizeof(Tile), Tile{});
   barrier_arrive(shared.q_full(q.stage));
 }
 
@@ -232,8 +341,10 @@ __device__ __forceinline__ void store_tiles(const TensorMap& out_map, const Shar
     const Tile tile = read_tile(shared.tiles + q.stage * sizeof(Tile));
     if (tile.key_tiles == 0) return;
     barrier_wait(shared.out_full(q.stage), q.phase);
-    store_rows<BLOCK_M, HEAD_DIM_V>(out_map, shared.query + q.stage * Q_BYTES, tile.first_row, tile.head, tile.batch);
-    store_wait();
+    if (row_limit(tile, tile.first_row + BLOCK_M) == tile.first_row + BLOCK_M) {
+      store_rows<BLOCK_M, HEAD_DIM_V>(out_map, shared.query + q.stage * Q_BYTES, tile.first_row, tile.head, tile.batch);
+      store_wait();
+    }
     barrier_arrive(shared.q_empty(q.stage));
   }
 }
@@ -268,24 +379,28 @@ __device__ __forceinline__ void warp_scores(float (&scores)[BLOCK_N / 2], uint32
   }
 }
 
-__device__ __forceinline__ void pack_probabilities(uint32_t (&packed)[BLOCK_N / 4],
-                                                   const float (&scores)[BLOCK_N / 2]) {
-#pragma unroll
-  for (int i = 0; i < BLOCK_N / 4; ++i) packed[i] = pack(scores[2 * i], scores[2 * i + 1]);
-}
+using RowSoftmax = Softmax<(BIAS_BYTES > 0)>;
 
 // The factors that turn `out` into averages, and the logsumexp of the two rows.
-__device__ __forceinline__ void finish(const Softmax& softmax, const Tile& tile, int row, float (&inverse)[2],
+__device__ __forceinline__ void finish(const RowSoftmax& softmax, const Tile& tile, int row, float (&inverse)[2],
                                        const ForwardParams& params) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = quad_sum(softmax.sum[half]);
-    inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+    inverse[half] = sum == 0.0f ? 0.0f : (DROPOUT ? params.dropout.scale : 1.0f) / sum;
     const int this_row = row + 8 * half;
-    if (WRITE_LSE && this_row < params.seqlen_q && threadIdx.x % 4 == 0) {
+    if (WRITE_LSE && this_row < row_limit(tile, params.seqlen_q) && threadIdx.x % 4 == 0) {
       const int64_t head = (int64_t)tile.batch * params.num_heads + tile.head;
-      // log2(sum) + shift is in base 2.
-      params.logsumexp[head * params.seqlen_q + this_row] = (__log2f(sum) + softmax.shift[half]) * 0.6931471805599453f;
+      float* const logsumexp = params.logsumexp + head * params.seqlen_q + this_row;
+      if constexpr (BIAS_BYTES > 0) {
+        const float shift = softmax.shift[half], log_sum = __log2f(sum) * 0.6931471805599453f, high = shift + log_sum;
+        logsumexp[0] = high;
+        logsumexp[(int64_t)params.batch * params.num_heads * params.seqlen_q] =
+            high == -INFINITY_F ? 0.0f : (shift - high) + log_sum;
+      } else {
+        // log2(sum) + shift is in base 2.
+        logsumexp[0] = (__log2f(sum) + softmax.shift[half]) * 0.6931471805599453f;
+      }
     }
   }
 }
@@ -327,7 +442,7 @@ __device__ __forceinline__ void store_out(const float (&out)[HEAD_DIM_V / 2], co
       }
       quad_transpose(words, lane);
       const int column = 8 * (group + lane % 4);
-      if (this_row < params.seqlen_q && column < params.head_dim_v)
+      if (this_row < row_limit(tile, params.seqlen_q) && column < params.head_dim_v)
         asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(base + 2 * column), "r"(words[0]), "r"(words[1]),
                      "r"(words[2]), "r"(words[3])
                      : "memory");
@@ -347,6 +462,9 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   const float scale_log2 = params.softmax_scale_log2;
   Ring<Q_STAGES> q;
   Ring<STAGES> k;
+#if BIAS_BYTES
+  Ring<BIAS_STAGES> bias_ring;
+#endif
 
   // Named barriers 1 to CONSUMERS pass the turn at the matrix unit around.
   const auto take_turn = [&] {
@@ -363,15 +481,20 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   float out[HEAD_DIM_V / 2] = {};
   float scores[BLOCK_N / 2];
   uint32_t probabilities[BLOCK_N / 4];
-  Softmax softmax;
+  RowSoftmax softmax;
   softmax.reset();
   uint32_t query;            // descriptor of this warpgroup's rows
   int j;                     // the current key tile; with a mask, how many full ones are left to visit
   int mixed_left;            // how many mixed ones are left, with a mask
   bool first_mixed;          // does the query tile begin with a mixed one?
   const uint8_t* mask_rows;  // the mask of the tile's batch and head
-  int tile_row;              // first row of the tile
+  int tile_row;              // first row of the tile, counted as its keys are
+  int tile_keys;             // how many keys the tile's sequence has, of packed ones
   bool accumulate = false;   // true once `out` holds a product of this query tile
+  uint32_t row_key = 0;      // dropout's, of both rows of this thread
+  uint32_t
+      bits[DROPOUT ? BLOCK_N / 4 : 1];  // likewise, of the current key tile: [2 g + e] of column 8 g + 2 (lane % 4) + e
+  const auto seqlen_k = [&] { return PACKED ? tile_keys : params.seqlen_k; };
 
   // Reads the next query tile, and passes over key tiles that none of the warpgroup's rows sees.
   const auto begin_tile = [&] {
@@ -388,11 +511,22 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       j = tile.key_tiles - 1;
       if (j < 0) return false;
     }
+#if PACKED
+    tile_row = tile.first_row - tile.first_key;
+    tile_keys = tile.seqlen_k;
+#else
     tile_row = tile.first_row;
+#endif
+    if constexpr (DROPOUT) {
+      // Rows past the end are not written.
+      const int64_t head = (int64_t)tile.batch * params.num_heads + tile.head;
+      const uint32_t* const row_keys = dropout_rows(params.dropout, head, params.seqlen_q, params.seqlen_k);
+      row_key = __ldg(row_keys + min(tile_row + row_of_thread(), params.seqlen_q - 1));
+    }
     const int first_row = tile_row + 64 * warpgroup;
     query = descriptor(shared.query + q.stage * Q_BYTES + warpgroup * 64 * BOX_ROW_BYTES, 0);
     if (IS_CAUSAL) {
-      for (; j >= ceil_div(min(params.seqlen_k, first_row + 64), BLOCK_N); --j) {
+      for (; j >= ceil_div(min(seqlen_k(), first_row + 64), BLOCK_N) && !(PACKED && j == 0); --j) {
         barrier_wait(shared.k_full(k.stage), k.phase);
         release(shared.k_empty(k.stage));
         barrier_wait(shared.v_full(k.stage), k.phase);
@@ -414,17 +548,58 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     out_product(out, probabilities, descriptor(shared.value + stage * V_BYTES, BLOCK_N * BOX_ROW_BYTES), accumulate);
     wgmma_commit();
   };
+  // The random bits of the key tile in the current stage, before that is released.
+  const auto mix_bits = [&] {
+    if constexpr (DROPOUT) {
+      const uint32_t keys = shared.column_keys + k.stage * COLUMN_KEYS_BYTES + threadIdx.x % 4 * 8;
+#pragma unroll
+      for (int group = 0; group < BLOCK_N / 8; ++group) {
+        const uint2 pair = read_two_words(keys + 32 * group);
+        bits[2 * group] = dropout_bits(row_key, pair.x);
+        bits[2 * group + 1] = dropout_bits(row_key, pair.y);
+      }
+    }
+  };
+  const auto pack_probabilities = [&] {
+    if constexpr (DROPOUT) {
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 2; ++i) {
+        const uint32_t word = bits[i / 4 * 2 + i % 2], threshold = params.dropout.threshold;
+        const bool keeps = i / 2 % 2 ? keeps_second(word, threshold) : keeps_first(word, threshold);
+        scores[i] = keeps ? scores[i] : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 4; ++i) probabilities[i] = pack(scores[2 * i], scores[2 * i + 1]);
+  };
   const auto mask_scores = [&] {
-    const int last = params.seqlen_k - 1, row = tile_row + row_of_thread(), first_key = j * BLOCK_N;
+    const int last = seqlen_k() - 1, row = tile_row + row_of_thread(), first_key = j * BLOCK_N;
     mask(scores, (IS_CAUSAL ? min(last, row) : last) - first_key, (IS_CAUSAL ? min(last, row + 8) : last) - first_key,
          threadIdx.x % 4);
   };
 
+  // The first key of the tile in the current stage.
+  const auto first_key_of_stage = [&] { return uniform(read_word(shared.number(k.stage))) * BLOCK_N; };
   // What these rows see of the mixed key tile in the current stage. Begins the loads: best before a wait for products.
   const auto read_mask = [&] {
-    const int first_key = uniform(read_word(shared.number(k.stage))) * BLOCK_N;
+    const int first_key = first_key_of_stage();
     return Seen<BLOCK_N>(params.mask, mask_rows, tile_row + row_of_thread(), first_key, params.seqlen_q,
                          params.seqlen_k);
+  };
+
+  // `Softmax::restart` of the scores of a tile without a mask.
+  const auto restart = [&](float (&rescale)[2]) {
+    if constexpr (BIAS_BYTES > 0) {
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 2; ++i) scores[i] *= params.softmax_scale;
+      softmax.restart_natural(scores, rescale);
+    } else {
+      softmax.restart(scores, scale_log2, rescale);
+    }
+  };
+  const auto rescale_out = [&](const float (&rescale)[2]) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM_V / 2; ++i) out[i] *= rescale[i / 2 % 2];
   };
 
   // One key tile that is not its query tile's first.
@@ -437,27 +612,94 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     issue_out(v.stage);
     pass_turn();
     accumulate = true;
+    mix_bits();
+    if (DROPOUT && EARLY) wgmma_wait_after<1>(depends_on(bits));
     wgmma_wait<1>();
     const float sum[2] = {softmax.sum[0], softmax.sum[1]};
     const bool serves = softmax.update(scores, scale_log2);
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
-    pack_probabilities(probabilities, scores);
+    // With dropout that is much, and done once.
+    if (!DROPOUT) pack_probabilities();
     if (__any_sync(0xFFFFFFFF, !serves)) {
       warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(), shared.key + k.stage * K_BYTES);
       float rescale[2];
       softmax.sum[0] = sum[0];
       softmax.sum[1] = sum[1];
-      softmax.restart(scores, scale_log2, rescale);
-#pragma unroll
-      for (int i = 0; i < HEAD_DIM_V / 2; ++i) out[i] *= rescale[i / 2 % 2];
-      pack_probabilities(probabilities, scores);
+      restart(rescale);
+      rescale_out(rescale);
+      if (!DROPOUT) pack_probabilities();
       __syncwarp();  // all lanes have read the keys
     }
+    if (DROPOUT) pack_probabilities();
     release(shared.k_empty(k.stage));
     k.advance();
   };
-  // The same for a mixed one. Rows may have seen no key before, or see none here, so that the maximum is taken.
+#if BIAS_BYTES
+  const auto bias_tile = [&] { return shared.bias + bias_ring.stage * BIAS_TILE_BYTES; };
+  const auto release_bias = [&] {
+    release(shared.bias_empty(bias_ring.stage));
+    bias_ring.advance();
+  };
+  // The same for a mixed one with a float mask. Rows whose shifts may serve join them with the mask while the first
+  // product runs; whether they do serve the sums tell, as in `step`. That includes a NaN: the mask may hide the key
+  // that it comes from.
+  const auto biased_step = [&] {
+    barrier_wait(shared.k_full(k.stage), k.phase);
+    take_turn();
+    issue_scores();
+    const Ring<STAGES> v = k.previous();
+    barrier_wait(shared.v_full(v.stage), v.phase);
+    issue_out(v.stage);
+    pass_turn();
+    accumulate = true;
+    const int last_key = params.seqlen_k - 1 - first_key_of_stage();
+    const bool ordinary = __all_sync(0xFFFFFFFF, softmax.ordinary());
+    mix_bits();
+    barrier_wait(shared.bias_full(bias_ring.stage), bias_ring.phase);
+    const float subtract[2] = {softmax.shift[0] * LOG2E, softmax.shift[1] * LOG2E};
+    float addends[BIAS_EARLY ? BLOCK_N / 2 : 1];
+    if constexpr (BIAS_EARLY) {
+      read_bias(bias_tile(), row_of_warp(),
+                [&](int i, float bias) { addends[i] = fmaf(bias, LOG2E, -subtract[i / 2 % 2]); });
+      if (EARLY) wgmma_wait_after<1>(depends_on(addends));
+    }
+    wgmma_wait<1>();
+    const float sum[2] = {softmax.sum[0], softmax.sum[1]};
+    bool serves = false;
+    if (ordinary) {
+      if constexpr (BIAS_EARLY) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) scores[i] = fmaf(scores[i], scale_log2, addends[i]);
+      } else {
+        read_bias(bias_tile(), row_of_warp(), [&](int i, float bias) {
+          scores[i] = fmaf(scores[i], scale_log2, fmaf(bias, LOG2E, -subtract[i / 2 % 2]));
+        });
+      }
+      hide_past(scores, last_key);
+      serves = softmax.update_shifted(scores);
+    }
+    wgmma_wait<0>();
+    release(shared.v_empty(v.stage));
+    if (__any_sync(0xFFFFFFFF, !serves)) {
+      if (ordinary)
+        warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(), shared.key + k.stage * K_BYTES);
+      float rescale[2];
+      softmax.sum[0] = sum[0];
+      softmax.sum[1] = sum[1];
+      add_bias(scores, params.softmax_scale, bias_tile(), row_of_warp(), last_key);
+      softmax.restart_natural(scores, rescale);
+      rescale_out(rescale);
+    }
+    pack_probabilities();
+    __syncwarp();  // all lanes have read keys and mask
+    release(shared.k_empty(k.stage));
+    release_bias();
+    k.advance();
+  };
+#else
+  // The same for a mixed one with a bool mask. Rows may have seen no key before, or see none here, so that the maximum
+  // is taken.
   const auto mixed_step = [&] {
     barrier_wait(shared.k_full(k.stage), k.phase);
     take_turn();
@@ -468,6 +710,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     pass_turn();
     accumulate = true;
     const auto seen = read_mask();
+    mix_bits();
     wgmma_wait<1>();
     release(shared.k_empty(k.stage));
     k.advance();
@@ -476,15 +719,35 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     softmax.restart(scores, scale_log2, rescale);
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
-    if (__any_sync(0xFFFFFFFF, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
-#pragma unroll
-      for (int i = 0; i < HEAD_DIM_V / 2; ++i) out[i] *= rescale[i / 2 % 2];
-    }
-    pack_probabilities(probabilities, scores);
+    if (__any_sync(0xFFFFFFFF, rescale[0] != 1.0f || rescale[1] != 1.0f)) rescale_out(rescale);
+    pack_probabilities();
   };
+#endif
   // Softmax of a query tile's first key tile, which `wait` waits for.
   const auto first_softmax = [&](auto wait) {
-    if constexpr (MASKED) {
+    mix_bits();
+    if constexpr (BIAS_BYTES > 0) {
+#if BIAS_BYTES
+      float rescale[2];
+      softmax.reset();
+      if (first_mixed) {
+        const int last_key = params.seqlen_k - 1 - first_key_of_stage();
+        barrier_wait(shared.bias_full(bias_ring.stage), bias_ring.phase);
+        wait();
+        add_bias(scores, params.softmax_scale, bias_tile(), row_of_warp(), last_key);
+        softmax.restart_natural(scores, rescale);
+        __syncwarp();
+        release_bias();
+      } else {
+        wait();
+        restart(rescale);
+        --j;
+      }
+      release(shared.k_empty(k.stage));
+      k.advance();
+      return;
+#endif
+    } else if constexpr (MASKED) {
       if (first_mixed) {
         const auto seen = read_mask();
         wait();
@@ -500,21 +763,29 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       release(shared.k_empty(k.stage));
       k.advance();
       // Only this tile can hold keys that some rows see and others do not, or the end of the keys.
-      if (IS_CAUSAL || (j + 1) * BLOCK_N > params.seqlen_k) mask_scores();
+      if (IS_CAUSAL || (j + 1) * BLOCK_N > seqlen_k()) mask_scores();
     }
     float rescale[2];
     softmax.reset();
     softmax.restart(scores, scale_log2, rescale);
+    if (PACKED && (j + 1) * BLOCK_N > seqlen_k()) {
+      const Ring<STAGES> v = k.previous();
+      barrier_wait(shared.v_full(v.stage), v.phase);
+      clear_rows<BLOCK_N, HEAD_DIM_V>(shared.value + v.stage * V_BYTES, seqlen_k() - j * BLOCK_N, 4 + warpgroup);
+    }
   };
 
   const auto send = [&](const float (&inverse)[2], int q_stage, const Tile& tile) {
     // A row that sees no key is zeros, whatever the values in the tiles that other rows see.
-    if (MASKED && __any_sync(0xFFFFFFFF, inverse[0] == 0.0f || inverse[1] == 0.0f)) {
+    if ((MASKED || PACKED) && __any_sync(0xFFFFFFFF, inverse[0] == 0.0f || inverse[1] == 0.0f)) {
 #pragma unroll
       for (int i = 0; i < HEAD_DIM_V / 2; ++i) out[i] = inverse[i / 2 % 2] == 0.0f ? 0.0f : out[i];
     }
     if constexpr (STAGE_OUT) {
-      stage_out(out, inverse, shared.query + q_stage * Q_BYTES, row_of_warp());
+      if (row_limit(tile, tile.first_row + BLOCK_M) == tile.first_row + BLOCK_M)
+        stage_out(out, inverse, shared.query + q_stage * Q_BYTES, row_of_warp());
+      else
+        store_out(out, inverse, tile, tile.first_row + row_of_thread(), params);
       __syncwarp();
       release(shared.out_full(q_stage));
       release(shared.q_empty(q_stage));
@@ -527,11 +798,15 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   barrier_wait(shared.k_full(k.stage), k.phase);
   issue_scores();
   first_softmax([] { wgmma_wait<0>(); });
-  pack_probabilities(probabilities, scores);
+  pack_probabilities();
   for (;;) {
     if constexpr (MASKED) {
       for (; j > 0; --j) step();
+#if BIAS_BYTES
+      for (; mixed_left > 0; --mixed_left) biased_step();
+#else
       for (; mixed_left > 0; --mixed_left) mixed_step();
+#endif
     } else {
       for (--j; j >= 0; --j) step();
     }
@@ -561,7 +836,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
     send(inverse, q_stage, tile);
-    pack_probabilities(probabilities, scores);
+    pack_probabilities();
   }
 }
 
@@ -569,7 +844,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
                                                                        const __grid_constant__ TensorMap key_map,
                                                                        const __grid_constant__ TensorMap value_map,
                                                                        const __grid_constant__ TensorMap out_map,
+#if BIAS_BYTES
+                                                                       const __grid_constant__ TensorMap bias_map,
+#endif
                                                                        const __grid_constant__ ForwardParams params) {
+#if !BIAS_BYTES
+  const TensorMap& bias_map = query_map;  // unused
+#endif
   // The swizzle counts from multiples of 1024 bytes.
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
@@ -586,10 +867,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
       barrier_init(shared.out_full(stage), 4 * CONSUMERS);
     }
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(shared.k_full(stage), 1);
+      barrier_init(shared.k_full(stage), DROPOUT ? 2 : 1);
       barrier_init(shared.k_empty(stage), 4 * CONSUMERS);
       barrier_init(shared.v_full(stage), 1);
       barrier_init(shared.v_empty(stage), 4 * CONSUMERS);
+    }
+    for (int stage = 0; BIAS_BYTES && stage < BIAS_STAGES; ++stage) {
+      barrier_init(shared.bias_full(stage), 1);
+      barrier_init(shared.bias_empty(stage), 4 * CONSUMERS);
     }
     barrier_init_fence();
   }
@@ -597,10 +882,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
 
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) produce(query_map, key_map, value_map, params, shared);
+    if (threadIdx.x == 0) produce(query_map, key_map, value_map, bias_map, params, shared);
     if (STAGE_OUT && threadIdx.x == 32) store_tiles(out_map, shared);
   } else {
     registers_claim<CONSUMER_REGISTERS>();
     consume(params, shared, uniform(threadIdx.x / 128) - 1);
   }
 }
+
+#if DROPOUT
+extern "C" __global__ void
+    __launch_bounds__(DROPOUT_PITCH) flash_dropout_keys(const __grid_constant__ DropoutKeysParams params) {
+  write_dropout_keys(params);
+}
+#endif

@@ -20,7 +20,8 @@ import torch
 from ... import driver, nvrtc
 from .. import KernelUnavailable, launch_counts
 from ..mask_strides import strides_of
-from . import masks, tiles
+from . import decode, dropout, masks, tiles
+from .dropout import DropoutParams
 from .masks import MaskParams
 from .tiles import Tile
 
@@ -45,7 +46,7 @@ class ForwardParams(ctypes.Structure):
 
     _fields_ = [
         ("out", ctypes.c_void_p),
-        ("logsumexp", ctypes.c_void_p),  # float32 [B, H, Sq], or null
+        ("logsumexp", ctypes.c_void_p),  # float32 [B, H, Sq], or null; with a float mask [2, B, H, Sq]
         ("counters", ctypes.c_void_p),  # two int32, zero between launches, of nobody else's while this one runs
         ("out_stride_batch", ctypes.c_int64),  # in elements, as all strides
         ("out_stride_head", ctypes.c_int64),
@@ -60,14 +61,21 @@ class ForwardParams(ctypes.Structure):
         ("q_tiles", ctypes.c_int32),  # query tiles of a head
         ("heads_per_group", ctypes.c_int32),  # query heads, counted over the batch, whose keys and values share L2
         ("softmax_scale_log2", ctypes.c_float),
+        ("softmax_scale", ctypes.c_float),
+        ("batch_first", ctypes.c_int32),  # do the batches of a head, which share its mask, come next to each other?
+        ("dropout", DropoutParams),  # zeros without dropout
         ("mask", MaskParams),  # zeros without a mask
+        ("entries", ctypes.c_void_p),  # int32 [q_tiles, 8], the tiles of packed sequences, or null
     ]
 
 
 class Specialisation(NamedTuple):
     """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
 
-    is_masked: there is a bool mask. The binary then holds the kernel that makes its lists too.
+    is_masked: there is a mask. The binary then holds the kernel that makes its lists too. bias_bytes: the size of an
+    element where it is of floats, otherwise 0; bias_per_key: then, whether all queries share one row of it.
+    has_dropout: the binary then holds the kernel that writes the table of random keys. is_packed:
+    sequences follow each other in one tensor (``varlen.py``).
     """
 
     head_dim: int
@@ -77,6 +85,10 @@ class Specialisation(NamedTuple):
     write_lse: bool
     tile: Tile
     is_masked: bool = False
+    bias_bytes: int = 0
+    bias_per_key: bool = False
+    has_dropout: bool = False
+    is_packed: bool = False
 
     @property
     def defines(self) -> dict[str, int]:
@@ -92,6 +104,12 @@ class Specialisation(NamedTuple):
             "PING_PONG": int(tile.ping_pong),
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
+            "PACKED": int(self.is_packed),
+            "BIAS_BYTES": self.bias_bytes,
+            "BIAS_PER_KEY": int(self.bias_per_key),
+            "BIAS_STAGES": tile.mask_stages,
+            "DROPOUT": int(self.has_dropout),
+            "EARLY": int(tile.early),
             "IS_BF16": int(self.is_bf16),
             "WRITE_LSE": int(self.write_lse),
         }
@@ -101,7 +119,9 @@ class Specialisation(NamedTuple):
         """Dynamic shared memory of a block: the tiles, 1 KB to align them and 1 KB for barriers."""
         tile, padded, padded_v = self.tile, _round_up(self.head_dim, 64), _round_up(self.head_dim_v, 64)
         query = tile.q_stages * tile.block_m * padded * 2
-        return query + tile.stages * tile.block_n * (padded + padded_v) * 2 + 2048
+        bias = tile.mask_stages * tiles.bias_tile_bytes(tile, self.bias_bytes, self.bias_per_key)
+        column_keys = tile.stages * tile.block_n * 4 if self.has_dropout else 0
+        return query + tile.stages * tile.block_n * (padded + padded_v) * 2 + bias + column_keys + 2048
 
     @property
     def source(self) -> nvrtc.Source:
@@ -115,7 +135,8 @@ class Specialisation(NamedTuple):
     @property
     def entries(self) -> tuple[str, ...]:
         """The kernels in the binary."""
-        return (masks.ENTRY, ENTRY) if self.is_masked else (ENTRY,)
+        lists, keys = (masks.ENTRY,) * self.is_masked, (dropout.ENTRY,) * self.has_dropout
+        return (*lists, *keys, ENTRY)
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
@@ -136,20 +157,35 @@ def specialise(
     seqlen_k: int,
     batch_heads: int,
     num_sms: int,
+    has_dropout: bool = False,
 ) -> Specialisation:
     """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256."""
     padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
+    if has_dropout:
+        tile = tiles.choose_dropout(padded, padded_v)
+        is_bf16 = dtype == torch.bfloat16
+        return Specialisation(padded, padded_v, is_causal, is_bf16, write_lse, tile, has_dropout=True)
     tile = tiles.choose(padded, padded_v, is_causal, seqlen_q, seqlen_k, batch_heads, num_sms)
     return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, write_lse, tile)
 
 
 def specialise_masked(
-    head_dim: int, head_dim_v: int, dtype: torch.dtype, per_key: bool, write_lse: bool
+    head_dim: int,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    per_key: bool,
+    write_lse: bool,
+    mask_dtype: torch.dtype = torch.bool,
 ) -> Specialisation:
-    """The same of a call with a bool mask; per_key: one that all queries share."""
+    """The same of a call with a mask; per_key: one that all queries share."""
     padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
-    tile = tiles.choose_masked(padded, padded_v, per_key)
-    return Specialisation(padded, padded_v, False, dtype == torch.bfloat16, write_lse, tile, is_masked=True)
+    is_bf16 = dtype == torch.bfloat16
+    if mask_dtype == torch.bool:
+        tile = tiles.choose_masked(padded, padded_v, per_key)
+        return Specialisation(padded, padded_v, False, is_bf16, write_lse, tile, is_masked=True)
+    size = mask_dtype.itemsize
+    tile = tiles.choose_biased(padded, padded_v, size, per_key)
+    return Specialisation(padded, padded_v, False, is_bf16, write_lse, tile, True, size, per_key)
 
 
 def _round_up(number: int, step: int) -> int:
@@ -168,7 +204,7 @@ def _device(device_index: int) -> tuple[tuple[int, int], int]:
     return (properties.major, properties.minor), properties.multi_processor_count
 
 
-def _refusal(query, key, value, mask, is_causal: bool, softmax_scale: float) -> str:
+def _refusal(query, key, value, mask, is_causal: bool, softmax_scale: float, dropout_p: float) -> str:
     """Why the kernel cannot run this call, whatever routing has said: a compiled graph may get other tensors."""
     head_dim, head_dim_v = query.size(3), value.size(3)
     if _device(query.device.index)[0] != (9, 0) or torch.version.hip is not None:
@@ -181,8 +217,14 @@ def _refusal(query, key, value, mask, is_causal: bool, softmax_scale: float) -> 
         return f"the Hopper kernels add up {MAX_SEQLEN_K} keys at most, not {key.size(2)}"
     if not 0.0 < softmax_scale < math.inf:
         return f"the Hopper kernels need a positive scale, not {softmax_scale}"
-    if mask is not None and (mask.dtype != torch.bool or is_causal):
-        return "the Hopper kernels take bool masks alone, without is_causal"
+    if mask is not None and dropout_p > 0.0:
+        return "the Hopper kernels take no mask together with dropout"
+    if dropout_p > 0.0 and max(head_dim, head_dim_v) > tiles.MAX_DROPOUT_HEAD_DIM:
+        return f"the Hopper kernels take dropout up to a head_dim of {tiles.MAX_DROPOUT_HEAD_DIM}"
+    if mask is not None and is_causal:
+        return "the Hopper kernels take no mask together with is_causal"
+    if mask is not None and not takes_mask(query, mask):
+        return "the copy engine cannot walk a float mask with such strides, or float32 leaves no registers"
     if not walkable(query, key, value):
         return "the copy engine cannot walk tensors with such strides"
     return ""
@@ -194,18 +236,22 @@ def _refusal(query, key, value, mask, is_causal: bool, softmax_scale: float) -> 
 class Plan:
     """The forward of all calls with these shapes, strides, dtype and scale on one device; only pointers are free.
 
-    mask [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1]: bool, its address known up to multiples of 16.
+    mask [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1]: its address known up to multiples of 16.
 
     Raises KernelUnavailable when it is made, before anything is launched; torch.OutOfMemoryError where the GPU has no
     room for the kernel's code.
     """
 
     __slots__ = (
-        "_config", "_counted", "_device_index", "_frames", "_function", "_lists", "_maps", "_params", "specialisation",
+        "_bias_maps", "_config", "_counted", "_device_index", "_dropout_keys", "_frames", "_function", "_lists",
+        "_maps", "_params", "specialisation",
     )  # fmt: skip
 
-    def __init__(self, query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None):
-        refusal = _refusal(query, key, value, mask, is_causal, softmax_scale)
+    def __init__(
+        self, query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None,
+        dropout_p: float = 0.0,
+    ):  # fmt: skip
+        refusal = _refusal(query, key, value, mask, is_causal, softmax_scale, dropout_p)
         if refusal:
             raise KernelUnavailable(refusal)
         batch, heads, seqlen_q, head_dim = query.shape
@@ -221,10 +267,11 @@ class Plan:
             spec = specialise(
                 head_dim, head_dim_v, query.dtype, is_causal, write_lse,
                 seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=batch * heads, num_sms=num_sms,
+                has_dropout=dropout_p > 0.0,
             )  # fmt: skip
         else:
             per_key = strides_of(mask, scores_shape)[2] == 0
-            spec = specialise_masked(head_dim, head_dim_v, query.dtype, per_key, write_lse)
+            spec = specialise_masked(head_dim, head_dim_v, query.dtype, per_key, write_lse, mask.dtype)
         self.specialisation = spec
         self._counted = is_causal or mask is not None
         tile = spec.tile
@@ -235,10 +282,22 @@ class Plan:
         try:
             binary = spec.compile()
             self._function = ctypes.c_void_p(driver.load_function(binary, ENTRY, index, spec.shared_bytes))
-            self._lists = None
+            self._lists = self._bias_maps = self._dropout_keys = None
+            if spec.has_dropout:
+                function = driver.load_function(binary, dropout.ENTRY, index, 0)
+                self._dropout_keys = dropout.Keys(
+                    ctypes.c_void_p(function), batch * heads, seqlen_q, seqlen_k, query.device
+                )  # fmt: skip
             if mask is not None:
-                function = driver.load_function(binary, masks.ENTRY, index, masks.list_bytes(MAX_SEQLEN_K))
+                piece = masks.piece_of(mask.dtype)
+                function = driver.load_function(binary, masks.ENTRY, index, masks.list_bytes(MAX_SEQLEN_K, piece))
                 self._lists = masks.KeyLists(ctypes.c_void_p(function), mask, scores_shape, tile)
+                if spec.bias_bytes:
+                    own = mask[masks.unexpanded(masks.strides_of(mask, scores_shape))]
+                    rows = 1 if spec.bias_per_key else tile.block_m
+                    self._bias_maps = driver.TensorMaps(
+                        own.dtype, own.shape, own.stride(), rows, own.data_ptr(), index
+                    )  # fmt: skip
             self._maps = [
                 driver.TensorMaps(t.dtype, t.shape, t.stride(), rows, t.data_ptr(), index)
                 for t, rows in ((query, tile.block_m), (key, tile.block_n), (value, tile.block_n), (out, tile.block_m))
@@ -260,6 +319,9 @@ class Plan:
             q_tiles=q_tiles,
             heads_per_group=_heads_per_group(batch * heads, heads // kv_heads, seqlen_k, head_dim + head_dim_v),
             softmax_scale_log2=softmax_scale * _LOG2E,
+            softmax_scale=softmax_scale,
+            batch_first=int(mask is not None and masks.strides_of(mask, scores_shape)[0] == 0),
+            dropout=dropout.params_of(dropout_p) if spec.has_dropout else DropoutParams(),
             mask=MaskParams() if self._lists is None else self._lists.params,
         )
         self._config = driver.LaunchConfig(
@@ -267,15 +329,15 @@ class Plan:
         )
         self._frames: list[driver.Frame] = []
 
-    def __call__(self, query, key, value, out, logsumexp, mask=None) -> None:
+    def __call__(self, query, key, value, out, logsumexp, mask=None, dropout_seed=None) -> None:
         """Launch on the current stream of the tensors' device."""
         index = self._device_index
         if driver.current_device() != index:
             with torch.cuda.device(index):
-                return self(query, key, value, out, logsumexp, mask)
+                return self(query, key, value, out, logsumexp, mask, dropout_seed)
         maps_query, maps_key, maps_value, maps_out = self._maps
         out_pointer = out.data_ptr()
-        # These four stay referenced until the driver has copied them.
+        # These stay referenced until the driver has copied them.
         query_map = maps_query.get(query.data_ptr())
         key_map = maps_key.get(key.data_ptr())
         value_map = maps_value.get(value.data_ptr())
@@ -283,9 +345,12 @@ class Plan:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = driver.Frame([self._config], self._params, 4)
+            frame = driver.Frame([self._config], self._params, 4 if self._bias_maps is None else 5)
         pointers, params = frame.pointers, frame.params
         pointers[0], pointers[1], pointers[2], pointers[3] = query_map[0], key_map[0], value_map[0], out_map[0]
+        if self._bias_maps is not None:
+            bias_map = self._bias_maps.get(mask.data_ptr())
+            pointers[4] = bias_map[0]
         params.out = out_pointer
         params.logsumexp = None if logsumexp is None else logsumexp.data_ptr()
         stream = driver.current_stream(index)
@@ -295,6 +360,9 @@ class Plan:
             if self._lists is not None:
                 lists = self._lists.make(mask, index, stream)
                 params.mask.mask, params.mask.lists = mask.data_ptr(), lists.data_ptr()
+            if self._dropout_keys is not None:
+                keys = self._dropout_keys.make(dropout_seed, index, stream)
+                params.dropout.keys = keys.data_ptr()
             launch_counts[ENTRY] += 1
             driver.launch(frame.configs[0], self._function, frame.arguments, index, stream)
         except driver.DriverError as error:
@@ -322,6 +390,22 @@ def aligned(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool
     return not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
 
 
+def takes_mask(query: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Can the kernels read this mask of rank 4? Routing asks the same, but for the address.
+
+    Bool masks all. Float masks of query's dtype or, up to a head_dim of 192, float32 come by the copy engine: the last
+    dimension is that of the keys, not broadcast, and dense, and where rows, heads and batches begin are multiples of 16
+    bytes.
+    """
+    if mask.dtype == torch.bool:
+        return True
+    if mask.dtype not in (query.dtype, torch.float32) or mask.data_ptr() & 15:
+        return False
+    if mask.dtype == torch.float32 and query.size(3) > tiles.MAX_FLOAT32_BIAS_HEAD_DIM:
+        return False
+    return masks.walkable(mask.shape, mask.stride(), mask.dtype.itemsize)
+
+
 def walkable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Can the copy engine walk tensors with these strides? Routing asks the same.
 
@@ -342,21 +426,35 @@ def walkable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> boo
 
 _MAX_PLANS = 4096
 # A plan that cannot be made stays so: compiling is not tried again with every call.
-_plans: dict[tuple, Plan | KernelUnavailable] = {}
+_plans: dict[tuple, Plan | decode.DecodePlan | KernelUnavailable] = {}
 
 
-def plan(query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None) -> Plan:
-    """The plan of a call, kept for the next one like it. Raises what making it raises."""
+def _make_plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p) -> Plan | decode.DecodePlan:
+    if mask is not None or dropout_p > 0.0 or not decode.suits(query, key, value, is_causal):
+        return Plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p)
+    refusal = _refusal(query, key, value, None, is_causal, softmax_scale, 0.0)
+    if refusal:
+        raise KernelUnavailable(refusal)
+    return decode.DecodePlan(query, key, value, out, softmax_scale, _device(query.device.index)[1])
+
+
+def plan(
+    query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None, dropout_p: float = 0.0
+) -> Plan | decode.DecodePlan:
+    """The plan of a call, kept for the next one like it: of few queries the decoding kernel's.
+
+    Raises what making it raises.
+    """
     key_of_plan = (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), out.stride(), query.dtype,
-        write_lse, is_causal, softmax_scale, query.get_device(),
+        write_lse, is_causal, softmax_scale, query.get_device(), dropout_p,
     )  # fmt: skip
     if mask is not None:
         key_of_plan += mask.shape, mask.stride(), mask.dtype, mask.data_ptr() & 15
     found = _plans.get(key_of_plan)
     if found is None:
         try:
-            found = Plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask)
+            found = _make_plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p)
         except KernelUnavailable as error:
             found = error
         if len(_plans) >= _MAX_PLANS:
@@ -367,18 +465,21 @@ def plan(query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale
     return found
 
 
-def forward(query, key, value, is_causal, softmax_scale, out, logsumexp, mask=None) -> None:
+def forward(
+    query, key, value, is_causal, softmax_scale, out, logsumexp, mask=None, dropout_seed=None, dropout_p=0.0
+) -> None:
     """Fill out [B, H, seqlen_q, Dv] (last dimension dense, other strides multiples of 8) and logsumexp unless None.
 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], ``aligned`` and ``walkable``;
     float16 or bfloat16, all sizes positive, D and Dv multiples of 8 up to 256, softmax_scale finite and positive.
-    logsumexp float32 [B, H, seqlen_q], contiguous, natural logarithm, -inf for a row that sees no key. mask bool
-    [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1] with any strides, not together with is_causal. Raises
-    KernelUnavailable before anything of out or logsumexp is written; torch.OutOfMemoryError where there is no room for
-    the lists of a mask.
+    logsumexp float32 [B, H, seqlen_q], contiguous, natural logarithm, -inf for a row that sees no key; with a float
+    mask [2, B, H, seqlen_q], the second half being what rounding cut off the first. mask [B or 1, H or 1, seqlen_q or
+    1, seqlen_k or 1], as ``takes_mask`` asks, not together with is_causal. dropout_seed int64 [1] where dropout_p > 0,
+    which does not go with a mask. Raises KernelUnavailable before anything of out or logsumexp is written;
+    torch.OutOfMemoryError where there is no room for the lists of a mask or the keys of dropout.
     """
-    found = plan(query, key, value, out, logsumexp is not None, is_causal, softmax_scale, mask)
-    found(query, key, value, out, logsumexp, mask)
+    found = plan(query, key, value, out, logsumexp is not None, is_causal, softmax_scale, mask, dropout_p)
+    found(query, key, value, out, logsumexp, mask, dropout_seed)
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,12 +1,13 @@
-// Which key tiles a bool mask leaves to visit: a kernel that reads the mask once and writes the lists of mask.cuh.
+// Which key tiles a mask leaves to visit: a kernel that reads the mask once and writes the lists of mask.cuh.
 //
 //   for each query tile of the mask's own batches and heads, one block:
-//     each warp: 32 pieces of 16 keys, all rows: the bytes' or and and, until every piece is known to be mixed
+//     each warp: 32 pieces of 16 bytes, all rows: the words' or and and, until every piece is known to be mixed
 //     the first warp: key tiles from their pieces, into the list, full ones first
 //
-// A mask with one row for all queries has one list for each batch and head.
+// A mask with one row for all queries has one list for each batch and head. bias_lists.cuh: what is different where the
+// mask is of floats.
 //
-// Shared memory: a byte for each piece, seqlen_k / 16.
+// Shared memory: a byte for each piece.
 #pragma once
 #include "mask.cuh"
 
@@ -19,21 +20,30 @@ struct ListParams {
 
 constexpr int LIST_THREADS = 512;
 constexpr int ROWS_AT_ONCE = 8;
-// Of a piece, and of a key tile.
-enum Content { SOME_SEEN = 1, SOME_HIDDEN = 2, MIXED = SOME_SEEN | SOME_HIDDEN };
+constexpr int PIECE = 16 / (BIAS_BYTES ? BIAS_BYTES : 1);  // keys
+// Of a piece, and of a key tile: elements that are True or 0; False or -infinity; the lowest finite number; others.
+enum Content { SOME_SEEN = 1, SOME_HIDDEN = 2, SOME_LOWEST = 4, SOME_OTHER = 8 };
 
-// What a key tile of BLOCK_N keys holds; nothing is seen of what lies past the end.
-__device__ __forceinline__ int content_of_tile(const uint8_t* pieces, int tile, int num_pieces) {
-  constexpr int PIECES = BLOCK_N / 16;
+// What a key tile of BLOCK_N keys holds; nothing is seen of what lies past the end. The lowest number hides a key where
+// all rows have a larger one somewhere.
+__device__ __forceinline__ int content_of_tile(const uint8_t* pieces, int tile, int num_pieces, bool lowest_hides) {
+  constexpr int PIECES = BLOCK_N / PIECE;
   int content = 0;
 #pragma unroll
   for (int i = 0; i < PIECES; ++i) {
     const int piece = tile * PIECES + i;
     content |= piece < num_pieces ? pieces[piece] : SOME_HIDDEN;
   }
+  if (lowest_hides && content & SOME_LOWEST) content = (content & ~SOME_LOWEST) | SOME_HIDDEN;
   return content;
 }
+__device__ __forceinline__ bool is_mixed(int content) {
+  return content != 0 && content != SOME_SEEN && content != SOME_HIDDEN;
+}
 
+#if BIAS_BYTES
+#include "bias_lists.cuh"
+#else
 // Writes what all pieces of some rows hold.
 template <Access ACCESS>
 __device__ __forceinline__ void look_at_pieces(uint8_t* pieces, const MaskParams& params, const uint8_t* mask, int rows,
@@ -62,14 +72,26 @@ __device__ __forceinline__ void look_at_pieces(uint8_t* pieces, const MaskParams
   }
 }
 
+#endif
+
 extern "C" __global__ void __launch_bounds__(LIST_THREADS) flash_mask_lists(const __grid_constant__ ListParams params) {
   extern __shared__ uint8_t pieces[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int q_tile = blockIdx.x % params.q_tiles, plane = blockIdx.x / params.q_tiles;
-  const int num_pieces = ceil_div(params.seqlen_k, 16);
+  const int num_pieces = ceil_div(params.seqlen_k, PIECE);
   const int first_row = q_tile * BLOCK_M, rows = min(BLOCK_M, params.mask_rows - first_row);
-  const uint8_t* mask = params.mask.mask + plane / params.mask_heads * params.mask.stride_batch +
-                        plane % params.mask_heads * params.mask.stride_head + first_row * params.mask.stride_row;
+  const int64_t offset = plane / params.mask_heads * params.mask.stride_batch +
+                         plane % params.mask_heads * params.mask.stride_head + first_row * params.mask.stride_row;
+#if BIAS_BYTES
+  const uint8_t* mask = params.mask.mask + offset * BIAS_BYTES;
+  const int64_t row_bytes = params.mask.stride_row * BIAS_BYTES;
+  const bool any_lowest = look_at_pieces(pieces, mask, row_bytes, rows, params.seqlen_k);
+  bool lowest_hides = false;
+  if (__syncthreads_or(any_lowest))
+    lowest_hides = !__syncthreads_or(!rows_have_larger(mask, row_bytes, rows, params.seqlen_k));
+#else
+  const uint8_t* mask = params.mask.mask + offset;
+  constexpr bool lowest_hides = false;
   if (params.mask.access == ALIGNED)
     look_at_pieces<ALIGNED>(pieces, params.mask, mask, rows, params.seqlen_k);
   else if (params.mask.access == DENSE)
@@ -77,6 +99,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) flash_mask_lists(cons
   else
     look_at_pieces<STRIDED>(pieces, params.mask, mask, rows, params.seqlen_k);
   __syncthreads();
+#endif
   if (warp > 0) return;
 
   const int key_tiles = ceil_div(params.seqlen_k, BLOCK_N);
@@ -84,18 +107,18 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) flash_mask_lists(cons
   int full = 0;
   for (int first = 0; first < key_tiles; first += 32) {
     const int tile = first + lane;
-    const int content = tile < key_tiles ? content_of_tile(pieces, tile, num_pieces) : 0;
+    const int content = tile < key_tiles ? content_of_tile(pieces, tile, num_pieces, lowest_hides) : 0;
     full += __popc(__ballot_sync(0xFFFFFFFF, content == SOME_SEEN));
   }
   int at_full = 0, at_mixed = full;
   const uint32_t lanes_before = (1u << lane) - 1;
   for (int first = 0; first < key_tiles; first += 32) {
     const int tile = first + lane;
-    const int content = tile < key_tiles ? content_of_tile(pieces, tile, num_pieces) : 0;
+    const int content = tile < key_tiles ? content_of_tile(pieces, tile, num_pieces, lowest_hides) : 0;
     const uint32_t fulls = __ballot_sync(0xFFFFFFFF, content == SOME_SEEN);
-    const uint32_t mixeds = __ballot_sync(0xFFFFFFFF, content == MIXED);
+    const uint32_t mixeds = __ballot_sync(0xFFFFFFFF, is_mixed(content));
     if (content == SOME_SEEN) list[2 + at_full + __popc(fulls & lanes_before)] = tile;
-    if (content == MIXED) list[2 + at_mixed + __popc(mixeds & lanes_before)] = tile;
+    if (is_mixed(content)) list[2 + at_mixed + __popc(mixeds & lanes_before)] = tile;
     at_full += __popc(fulls);
     at_mixed += __popc(mixeds);
   }

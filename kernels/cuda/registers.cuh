@@ -54,6 +54,19 @@ __device__ __forceinline__ float4 read_four(uint32_t address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address));
   return x;
 }
+__device__ __forceinline__ float2 read_two(uint32_t address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ uint2 read_two_words(uint32_t address) {
+  uint2 x;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address));
+  return x;
+}
+__device__ __forceinline__ void write_two(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
 // Adds to global memory.
 __device__ __forceinline__ void reduce_four(float* address, const float* x) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x[0]), "f"(x[1]),
@@ -84,6 +97,21 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
       : "r"(pair));
 #endif
   return x;
+}
+// One word that depends on all of these, and is never all ones: for `wgmma_wait_after`.
+template <int N>
+__device__ __forceinline__ uint32_t depends_on(const uint32_t (&x)[N]) {
+  uint32_t word = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) word ^= x[i];
+  return word & 0x7FFFFFFF;
+}
+template <int N>
+__device__ __forceinline__ uint32_t depends_on(const float (&x)[N]) {
+  uint32_t word = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) word ^= __float_as_uint(x[i]);
+  return word & 0x7FFFFFFF;
 }
 // The sum of the products of eight 16-bit numbers each.
 __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {

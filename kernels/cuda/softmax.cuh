@@ -7,6 +7,10 @@
 // first tile it is not even computed: `update` keeps the shift and adds up the probabilities, as it must do anyway.
 // Where a sum exceeds LARGEST_SUM, some score rose far above the shift, and the tile is done again by `restart`, with
 // its maximum. That is rare, and it spares a quarter of softmax's instructions, which is what binds this kernel.
+//
+// With a float mask (NATURAL) a shift is in natural units instead, since the lowest finite number times log2(e) is
+// -infinity and a row that has nothing else is not masked. In base 2 its product with log2(e) is subtracted where the
+// shift is `ordinary`; otherwise differences are taken first.
 #pragma once
 #include "registers.cuh"
 
@@ -20,6 +24,11 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+constexpr float LOG2E = 1.4426950408889634f;
+// Up to here a shift times log2(e) is rounded by less than a score of that size is in float32.
+constexpr float ORDINARY = 4096.0f;
+
+template <bool NATURAL>
 struct Softmax {
   float shift[2];  // scaled maximum of each row, -infinity before the first tile
   float sum[2];    // this thread's part of each row's sum
@@ -33,25 +42,34 @@ struct Softmax {
   template <int N>
   __device__ __forceinline__ bool update(float (&scores)[N], float scale_log2) {
     float added[2] = {0.0f, 0.0f};
-    exponentials(scores, scale_log2, shift, added);
-    // Written so that NaN and infinity fail, and with them a row that has seen no key yet.
-    const bool serves = added[0] <= LARGEST_SUM && added[1] <= LARGEST_SUM;
-    sum[0] += added[0];
-    sum[1] += added[1];
-    return serves;
+    const float subtract[2] = {NATURAL ? shift[0] * LOG2E : shift[0], NATURAL ? shift[1] * LOG2E : shift[1]};
+    exponentials(scores, scale_log2, subtract, added);
+    return add(added);
   }
 
-  // The same with new shifts: the larger of the old one and the scores' maximum. Writes by what the rows' earlier
+  // The same of scores from which the shifts have been subtracted in base 2.
+  template <int N>
+  __device__ __forceinline__ bool update_shifted(float (&scores)[N]) {
+    float added[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      scores[i] = exp2_approx(scores[i]);
+      added[i / 2 % 2] += scores[i];
+    }
+    return add(added);
+  }
+
+  // Are both shifts such that their products with log2(e) may be subtracted? Not of rows that have seen no key.
+  __device__ __forceinline__ bool ordinary() const {
+    return fabsf(shift[0]) <= ORDINARY && fabsf(shift[1]) <= ORDINARY;
+  }
+
+  // `update` with new shifts: the larger of the old one and the scores' maximum. Writes by what the rows' earlier
   // results are to be multiplied. The sums must not include these scores yet.
   template <int N>
   __device__ __forceinline__ void restart(float (&scores)[N], float scale_log2, float (&rescale)[2]) {
-    float largest[2] = {scores[0], scores[2]};
-#pragma unroll
-    for (int i = 0; i < N; i += 4) {
-      largest[0] = fmaxf(largest[0], fmaxf(scores[i], scores[i + 1]));
-      largest[1] = fmaxf(largest[1], fmaxf(scores[i + 2], scores[i + 3]));
-    }
-    float subtract[2];
+    float largest[2], subtract[2];
+    maxima(scores, largest);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const float raised = fmaxf(shift[row], quad_max(largest[row]) * scale_log2);
@@ -64,7 +82,43 @@ struct Softmax {
     exponentials(scores, scale_log2, subtract, sum);
   }
 
+  // The same of scores in natural units, whatever their size.
+  template <int N>
+  __device__ __forceinline__ void restart_natural(float (&scores)[N], float (&rescale)[2]) {
+    float largest[2], subtract[2];
+    maxima(scores, largest);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float raised = fmaxf(shift[row], quad_max(largest[row]));
+      subtract[row] = raised == -INFINITY_F ? 0.0f : raised;
+      rescale[row] = exp2_approx((shift[row] - subtract[row]) * LOG2E);
+      shift[row] = raised;
+      sum[row] *= rescale[row];
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      scores[i] = exp2_approx((scores[i] - subtract[i / 2 % 2]) * LOG2E);
+      sum[i / 2 % 2] += scores[i];
+    }
+  }
+
  private:
+  // Adds a tile's sums. Written so that NaN and infinity fail, and with them a row that has seen no key yet.
+  __device__ __forceinline__ bool add(const float (&added)[2]) {
+    sum[0] += added[0];
+    sum[1] += added[1];
+    return added[0] <= LARGEST_SUM && added[1] <= LARGEST_SUM;
+  }
+  template <int N>
+  static __device__ __forceinline__ void maxima(const float (&scores)[N], float (&largest)[2]) {
+    largest[0] = scores[0];
+    largest[1] = scores[2];
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      largest[0] = fmaxf(largest[0], fmaxf(scores[i], scores[i + 1]));
+      largest[1] = fmaxf(largest[1], fmaxf(scores[i + 2], scores[i + 3]));
+    }
+  }
   template <int N>
   static __device__ __forceinline__ void exponentials(float (&scores)[N], float scale_log2, const float (&subtract)[2],
                                                       float (&sum)[2]) {

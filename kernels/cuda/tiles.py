@@ -1,12 +1,13 @@
 """The one table of tile sizes of the Hopper kernels.
 
-May import nothing. Imported by ``forward.py`` and ``backward.py``. No entry depends on a number of multiprocessors:
+May import nothing of ours. Imported by ``forward.py`` and ``backward.py``. No entry depends on a number of SMs:
 H100, H200, H20, GH200 and slices of them are all sm_90.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Tile:
 
     block_m: query rows of a tile, 64 for each consumer warpgroup. block_n: keys of a step. stages: key and value tiles
     in flight. q_stages: query tiles in flight; with two, outputs leave through the query buffers. ping_pong: warpgroups
-    take turns at the matrix unit.
+    take turns at the matrix unit. mask_stages: tiles of a float mask in flight. early: what a float mask or dropout
+    needs of a tile of keys is made before its scores are waited for.
     """
 
     block_m: int
@@ -23,6 +25,8 @@ class Tile:
     stages: int
     q_stages: int
     ping_pong: bool = True
+    mask_stages: int = 1
+    early: bool = False
 
     @property
     def num_warpgroups(self) -> int:
@@ -84,6 +88,56 @@ def masked_variants(head_dim: int, head_dim_v: int) -> tuple[Tile, ...]:
     return tuple(dict.fromkeys(choose_masked(head_dim, head_dim_v, per_key) for per_key in (False, True)))
 
 
+# Above, a float32 mask leaves no registers, and dropout none either.
+MAX_FLOAT32_BIAS_HEAD_DIM = 192
+MAX_DROPOUT_HEAD_DIM = 192
+# Of a block, less 2 KB for what is not tiles.
+_SHARED_MEMORY = (227 << 10) - 2048
+
+
+def bias_tile_bytes(tile: Tile, bias_bytes: int, per_key: bool) -> int:
+    """Shared memory of a tile of a float mask of `bias_bytes` an element; per_key: that has one row for all queries."""
+    return math.ceil(tile.block_n * bias_bytes / 128) * (1024 if per_key else tile.block_m * 128)
+
+
+def choose_biased(head_dim: int, head_dim_v: int, bias_bytes: int, per_key: bool) -> Tile:
+    """The tile for a call with a float mask; block_n is a multiple of the columns in 128 bytes.
+
+    As many stages as there is room for; keys and mask in turn are given up first.
+    """
+    padded = math.ceil(head_dim / 64) * 64
+    padded_v = math.ceil(head_dim_v / 64) * 64
+    q_stages = 2 if max(head_dim, head_dim_v) <= 128 or head_dim_v <= 128 else 1
+    room = _SHARED_MEMORY - q_stages * 128 * padded * 2
+    for stages, mask_stages in ((4, 3), (4, 2), (3, 2), (2, 2), (2, 1)):
+        tile = Tile(128, 64, stages, q_stages, ping_pong=max(head_dim, head_dim_v) <= 64, mask_stages=mask_stages)
+        used = stages * 64 * (padded + padded_v) * 2 + mask_stages * bias_tile_bytes(tile, bias_bytes, per_key)
+        if used <= room:
+            return tile
+    raise ValueError(f"no tile for head_dim {head_dim} with value head_dim {head_dim_v}")
+
+
+def biased_variants(head_dim: int, head_dim_v: int) -> tuple[tuple[Tile, int, bool], ...]:
+    """(tile, bias_bytes, per_key) of every kernel with a float mask for these head dimensions."""
+    sizes = (2, 4) if max(head_dim, head_dim_v) <= MAX_FLOAT32_BIAS_HEAD_DIM else (2,)
+    return tuple(
+        (choose_biased(head_dim, head_dim_v, size, per_key), size, per_key)
+        for size in sizes
+        for per_key in (False, True)
+    )
+
+
+def choose_dropout(head_dim: int, head_dim_v: int) -> Tile:
+    """The tile for a call with dropout; block_n divides the padding of the table of random keys, 256."""
+    largest = max(head_dim, head_dim_v)
+    if largest <= 64:
+        return Tile(128, 128, stages=4, q_stages=2)
+    if largest <= 128:
+        return Tile(128, 64, stages=4, q_stages=2, ping_pong=False)
+    tile = choose(head_dim, head_dim_v, True, 4096, 4096, 64, 132)
+    return tile if tile.stages < 3 or tile.q_stages == 1 else replace(tile, stages=tile.stages - 1)
+
+
 def variants(head_dim: int, head_dim_v: int, is_causal: bool) -> tuple[Tile, ...]:
     """Every tile that ``choose`` can give for these head dimensions: what the build tests compile."""
     lengths = (512, 1024, 4096)
@@ -141,3 +195,31 @@ def choose_backward(
     if max(head_dim, head_dim_v) <= 64:
         return BackwardTile(128, 128, 64, q_stages=3, keys_in_registers=True, persistent=persistent)
     return BackwardTile(64, 128, 64, q_stages=3, turns=True, delta_first=True, persistent=persistent)
+
+
+@dataclass(frozen=True)
+class BiasTile:
+    """How one specialisation of the bias's gradient cuts its work.
+
+    block_n: keys of a tile of the bias, whole boxes of the copy engine; its queries are 128, 64 for each of two
+    warpgroups. stages: pairs of operands in flight. turns: warpgroups take turns at the exponentials.
+    exponentials_first: these are computed before the wait for dP.
+    """
+
+    block_n: int
+    stages: int
+    turns: bool = False
+    exponentials_first: bool = True
+
+    block_m = 128
+    num_threads = 384
+
+
+def choose_bias(head_dim: int, head_dim_v: int, bias_itemsize: int) -> BiasTile:
+    """The tile of the bias's gradient for a call; head_dim and head_dim_v are multiples of 16, at most 256."""
+    largest = max(head_dim, head_dim_v)
+    if largest > 128:
+        return BiasTile(64, stages=2)
+    if bias_itemsize == 4:
+        return BiasTile(96, stages=3 if largest > 64 else 5)
+    return BiasTile(128, stages=3 if largest > 64 else 6)

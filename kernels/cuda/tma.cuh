@@ -1,6 +1,6 @@
 // The copy engine (TMA): boxes of rank-4 tensors, whose dimensions are (column, row, head, batch), into shared memory.
 #pragma once
-#include "types.cuh"
+#include "barrier.cuh"
 
 // A box is 64 16-bit columns wide: 128 bytes, which the 128-byte swizzle spreads over the banks.
 constexpr int BOX_COLUMNS = 64;
@@ -19,6 +19,13 @@ __device__ __forceinline__ void load_box(const TensorMap& map, uint32_t destinat
       : "memory");
 }
 
+// Brings a box from memory into the L2 cache.
+__device__ __forceinline__ void prefetch_box(const TensorMap& map, int column, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column), "r"(row),
+               "r"(head), "r"(batch)
+               : "memory");
+}
+
 // Loads ROWS rows of all columns, box by box: box b lies ROWS * 128 bytes after box b - 1. Counts on `barrier`.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void load_rows(const TensorMap& map, uint32_t destination, uint32_t barrier, int row,
@@ -30,15 +37,24 @@ __device__ __forceinline__ void load_rows(const TensorMap& map, uint32_t destina
     load_box(map, destination + box * ROWS * BOX_ROW_BYTES, barrier, box * BOX_COLUMNS, row, head, batch);
 }
 
+// Stores a box; rows and columns outside the tensor are left out. `store_commit` makes a group of them to wait for.
+__device__ __forceinline__ void store_box(const TensorMap& map, uint32_t source, int column, int row, int head,
+                                          int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+               "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
+               : "memory");
+}
+__device__ __forceinline__ void store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 // Stores ROWS rows of all columns, laid out as by load_rows; rows and columns outside the tensor are left out.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(const TensorMap& map, uint32_t source, int row, int head, int batch) {
 #pragma unroll
   for (int box = 0; box < ceil_div(COLUMNS, BOX_COLUMNS); ++box)
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
-                 "r"(source + box * ROWS * BOX_ROW_BYTES), "r"(box * BOX_COLUMNS), "r"(row), "r"(head), "r"(batch)
-                 : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    store_box(map, source + box * ROWS * BOX_ROW_BYTES, box * BOX_COLUMNS, row, head, batch);
+  store_commit();
 }
 // Plain bytes, without a tensor map: a multiple of 16, at addresses that are. Counts on `barrier`.
 template <int BYTES>
@@ -77,4 +93,18 @@ __device__ __forceinline__ void store_wait_written() {
 // Makes this thread's writes to shared memory visible to the copy engine, once a barrier has ordered them.
 __device__ __forceinline__ void store_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Overwrites the rows from `first` on of a tile of ROWS rows with zeros, by one warpgroup, which meets at the named
+// barrier: then its products read them. Other warpgroups may do so at the same time.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void clear_rows(uint32_t tile, int first, int name) {
+#pragma unroll
+  for (int box = 0; box < ceil_div(COLUMNS, BOX_COLUMNS); ++box) {
+    for (int byte = first * BOX_ROW_BYTES + 16 * (threadIdx.x % 128); byte < ROWS * BOX_ROW_BYTES; byte += 16 * 128)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + box * ROWS * BOX_ROW_BYTES + byte), "r"(0)
+                   : "memory");
+  }
+  store_fence();
+  named_sync(name, 128);
 }

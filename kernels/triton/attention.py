@@ -350,6 +350,7 @@ class _BackwardPlan:
         plane = call.batch * call.heads * self.padded_q
         planes = 2 if low is None else 3
         self.statistics = planes * plane
+        self._delta_shape = call.batch, call.heads, self.padded_q
         # Its type is all that matters of a buffer here; each call brings its own.
         statistics = {"statistics": torch.empty(0, dtype=torch.float32, device=query.device)}
         rows_of_statistics = torch.empty((1, planes, call.batch * call.heads, self.padded_q), device="meta")
@@ -374,10 +375,17 @@ class _BackwardPlan:
             {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
         )
 
+        # A bias with one row: its gradient falls off on the way to those of keys and values.
+        self.key_sums = None
+        if needs_mask and grad_key is not None and mask.size(2) == 1 and mask.size(3) > 1:
+            self.key_sums = call.batch, call.heads, 1, call.seqlen_k
+            self._shared_dims = [dim for dim in range(2) if mask.size(dim) != self.key_sums[dim]]
+
         self.key_value = None
         if grad_key is not None:
             tile = call.tile("backward_key_value")
             pointers = inputs | statistics | {"grad_out": grad_out, "grad_key": grad_key, "grad_value": grad_value}
+            pointers |= {"key_sums_out": None if self.key_sums is None else statistics["statistics"]}
             key_strides = strides | call.strides("dkb dkh dkn dkd", grad_key)
             key_strides |= call.strides("dvb dvh dvn dvd", grad_value)
             bounds = {"BOUND_QUERIES": call.seqlen_q % tile.block_m != 0}
@@ -386,7 +394,7 @@ class _BackwardPlan:
             bounds |= {"MASK_AT_END": call.mask_kind == MASK_BOOL and call.mask_strides[2] == 0 and one_mask}
             # By the number of all rows, with a mask too: how many of them a list names is known on the GPU alone.
             rows = call.seqlen_q * (call.heads // call.kv_heads)
-            bounds |= {"SUM_ROWS": _rows_of_a_sum(rows)}
+            bounds |= {"SUM_ROWS": _rows_of_a_sum(rows), "KEY_SUMS": self.key_sums is not None}
             self.key_value = call.launch(
                 backward_kernels.attention_backward_key_value,
                 math.ceil(call.seqlen_k / tile.block_n) * call.batch * call.kv_heads, tile, pointers, key_strides,
@@ -396,7 +404,7 @@ class _BackwardPlan:
             )
 
         self.mask = None
-        if needs_mask:
+        if needs_mask and self.key_sums is None:
             tile = call.tile("backward_mask")
             mask_batches, mask_heads, mask_q, mask_k = mask.shape
             tiles_q = math.ceil(mask_q / tile.block_m)
@@ -437,14 +445,24 @@ class _BackwardPlan:
         """Room for the row statistics: float32, planes times [B, H, padded_q]."""
         return _torch.empty_float32(query, (self.statistics,), (1,))
 
+    def sum_of_heads(self, key_sums: torch.Tensor) -> torch.Tensor:
+        """A bias's gradient, of its shape, in float32: what all heads of all batches that share it have added."""
+        return key_sums.sum(self._shared_dims, keepdim=True) if self._shared_dims else key_sums
+
+    def delta(self, statistics: torch.Tensor) -> torch.Tensor:
+        """The plane of them that holds rowsum(grad_out * out): [B, H, padded_q]."""
+        plane = math.prod(self._delta_shape)
+        return statistics[plane : 2 * plane].view(self._delta_shape)
+
 
 def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
-             grad_key, grad_value, needs_mask, allow_tf32) -> torch.Tensor | None:
+             grad_key, grad_value, needs_mask, allow_tf32, bias_gradient=None) -> torch.Tensor | None:
     """Fill grad_query, grad_key, grad_value (None: not needed; key and value together) and return the mask's gradient.
 
     Arguments as in ``forward``. logsumexp [B, H, seqlen_q or more] or [2, B, H, seqlen_q], float32, contiguous: this
     forward's or PyTorch's (whose efficient kernel pads its rows, and whose masked rows are +inf instead of -inf). The
-    mask's gradient has the mask's shape and dtype and is contiguous.
+    mask's gradient has the mask's shape and dtype and is contiguous. bias_gradient: computes it in the stead of these
+    kernels, from delta [B, H, seqlen_q or more], float32; needs_mask is then False.
     """
     tensors = [query, key, value, out, grad_out]
     if mask is not None:
@@ -465,8 +483,15 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dr
     keys = None if plan.dropout_keys is None else plan.dropout_keys.make(dropout_seed)
     plan.query(query, key, value, mask, lists, keys, out, logsumexp, _low_part(logsumexp), grad_out, statistics,
                grad_query)
+    key_sums = None
+    if plan.key_sums is not None:
+        key_sums = torch.empty(plan.key_sums, dtype=torch.float32, device=query.device)
     if plan.key_value is not None:
-        plan.key_value(query, key, value, mask, lists, keys, statistics, grad_out, grad_key, grad_value)
+        plan.key_value(query, key, value, mask, lists, keys, statistics, grad_out, grad_key, grad_value, key_sums)
+    if key_sums is not None:
+        return plan.sum_of_heads(key_sums).to(mask.dtype)
+    if bias_gradient is not None:
+        return bias_gradient(plan.delta(statistics))
     if plan.mask is None:
         return None
     buffer = torch.empty((plan.splits, *mask.shape), dtype=plan.mask_dtype, device=query.device)

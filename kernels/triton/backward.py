@@ -272,18 +272,19 @@ def attention_backward_query(
 
 
 @triton.jit
-def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, last, entries, first_key, key_index,
-                   column_keys, query, mask, mask_batch, mask_head, batch, head, row_table, statistics, plane,
-                   grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q,
-                   seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM: tl.constexpr,
+def _visit_queries(grad_key_tile, grad_value_tile, key_sums, key_tile, value_tile, first, last, entries, first_key,
+                   key_index, column_keys, query, mask, mask_batch, mask_head, batch, head, row_table, statistics,
+                   plane, grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk,
+                   seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM: tl.constexpr,
                    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
                    DIAGONAL: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr,
                    MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, STEP: tl.constexpr, HAS_LOW: tl.constexpr,
-                   DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
+                   DROPOUT: tl.constexpr, KEY_SUMS: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr,
+                   PRECISION: tl.constexpr):
     """The loop of attention_backward_key_value over the queries first..last of one head, or a list of blocks.
 
-    STEP as in the forward's.
+    STEP as in the forward's. KEY_SUMS: dS is added up over the queries, too.
     """
     rows = tl.arange(0, BLOCK_M)
     if STEP != 0:
@@ -321,12 +322,15 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_tile, value_tile, first, 
                                  input_precision=PRECISION)
         grad_key_tile = tl.dot(as_operand(grad_scores, query_tile.dtype, PRECISION), query_tile, grad_key_tile,
                                input_precision=PRECISION)
-    return grad_key_tile, grad_value_tile
+        if KEY_SUMS:
+            key_sums += tl.sum(grad_scores, 1)
+    return grad_key_tile, grad_value_tile, key_sums
 
 
 @triton.jit
 def attention_backward_key_value(
     query, key, value, mask, mask_tiles, dropout_keys, statistics, grad_out, grad_key, grad_value,
+    key_sums_out,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -340,13 +344,14 @@ def attention_backward_key_value(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
     MASK_TMA: tl.constexpr, MASK_AT_END: tl.constexpr, LISTED: tl.constexpr,
-    HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, SUM_ROWS: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_LOW: tl.constexpr, DROPOUT: tl.constexpr, SUM_ROWS: tl.constexpr, KEY_SUMS: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """grad_key and grad_value like key and value, summed over the query heads of each kv head; needs statistics.
 
     LISTED: the query blocks to visit are lists in mask_tiles. MASK_AT_END: a bool mask with one row for all queries of
-    these heads needs no comparisons in the loop, its keys' gradients are set to zero at the end.
+    these heads needs no comparisons in the loop, its keys' gradients are set to zero at the end. KEY_SUMS: key_sums_out
+    [B, H, seqlen_k], float32, gets dS summed over the queries of each head: the gradient of a bias with one row.
 
     SUM_ROWS: no more rows than that, unless 0, are added up in the tensor cores at a time. They cut off instead of
     rounding, which after eight million rows would be 1% of the result. Lists are cut likewise, after as many blocks,
@@ -374,6 +379,7 @@ def attention_backward_key_value(
     value_tile = as_operand(value_tile, value.dtype.element_ty, PRECISION)
     grad_key_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_value_tile = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    key_sums = tl.zeros([BLOCK_N], tl.float32)
     # Causal: one loop that compares everywhere beats a loop for the diagonal and one for the rest (11% at head_dim
     # 128), which share their registers badly.
     first = first_key // BLOCK_M * BLOCK_M if CAUSAL else 0
@@ -428,21 +434,27 @@ def attention_backward_key_value(
                     # Counted on from the full ones, so that both together make one part.
                     begin, end = part_of_list(item % num_parts, full_end, mixed_end, SUM_ROWS // BLOCK_M)
                     full_begin, full_end = part_of_list(item % num_parts, 0, full_end, SUM_ROWS // BLOCK_M)
-                grad_key_part, grad_value_part = _visit_queries(
-                    grad_key_part, grad_value_part, key_tile, value_tile, full_begin, full_end, lists + 2,
+                grad_key_part, grad_value_part, key_sums = _visit_queries(
+                    grad_key_part, grad_value_part, key_sums, key_tile, value_tile, full_begin, full_end, lists + 2,
                     first_key, key_index, column_keys, head_query, head_mask, mask_batch, mask_head, batch, head,
                     row_table, head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm,
                     stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
                     HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, False,
-                    MASK_NONE, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1, HAS_LOW, DROPOUT, UNIT_STRIDE,
-                    TMA, PRECISION)
-        grad_key_part, grad_value_part = _visit_queries(
-            grad_key_part, grad_value_part, key_tile, value_tile, begin, end, entries, first_key,
+                    MASK_NONE, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1, HAS_LOW, DROPOUT, KEY_SUMS,
+                    UNIT_STRIDE, TMA, PRECISION)
+        grad_key_part, grad_value_part, key_sums = _visit_queries(
+            grad_key_part, grad_value_part, key_sums, key_tile, value_tile, begin, end, entries, first_key,
             key_index, column_keys, head_query, head_mask, mask_batch, mask_head, batch, head, row_table,
             head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq,
             stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
             BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK_NONE if MASK_AT_END else MASK, NATURAL,
-            MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, LIST_STEP, HAS_LOW, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+            MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, LIST_STEP, HAS_LOW, DROPOUT, KEY_SUMS, UNIT_STRIDE, TMA,
+            PRECISION)
+        if KEY_SUMS:
+            # Of all parts of this head so far.
+            pointers = key_sums_out + head_index.to(tl.int64) * seqlen_k + key_index
+            tl.store(pointers, key_sums, mask=key_index < seqlen_k)
+            key_sums = tl.where(item % num_parts == num_parts - 1, 0.0, key_sums)
         if SUM_ROWS:
             grad_key_part += grad_key_tile
             grad_value_part += grad_value_tile

@@ -228,6 +228,21 @@ def take_everything(monkeypatch):
 
 
 @pytest.fixture
+def never_waits():
+    """`never_waits(step)`: a second call of step raises nothing where any wait of the host for the GPU is an error."""
+
+    def check_step(step: Callable[[], object]) -> None:
+        step()  # Compiles.
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return check_step
+
+
+@pytest.fixture
 def launched():
     """A context manager factory: the block must launch kernels of ours (`launched()`) or none (`launched(False)`)."""
     from torch_flashbackend import ops

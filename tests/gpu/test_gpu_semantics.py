@@ -419,7 +419,7 @@ def test_dropout_follows_manual_seed(plugin, device, take_everything):
 
 
 @pytest.mark.cuda_only
-def test_a_call_never_synchronizes_with_the_host(plugin, launched, backend):
+def test_a_call_never_synchronizes_with_the_host(plugin, launched, never_waits, backend):
     call = simple_call(B, H, S, head_dim=D, attn_mask=bool_mask("cuda", B, 1, S, S)).leaves()
     grad_out = gradient_for(call)
 
@@ -429,12 +429,7 @@ def test_a_call_never_synchronizes_with_the_host(plugin, launched, backend):
         out.backward(grad_out)
 
     with plugin.sdpa_backend(backend), launched():
-        run()  # compiles
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            run()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        never_waits(run)
 
 
 # ------------------------------------------------------------------------------------------------ derivatives, autocast

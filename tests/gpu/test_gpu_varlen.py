@@ -21,6 +21,9 @@ from varlen_cases import (
     varlen_call,
 )
 
+from torch_flashbackend.kernels import launch_counts
+from torch_flashbackend.kernels.cuda import varlen as cuda_varlen
+
 RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "200"))
 CHUNK = 10
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -47,6 +50,16 @@ def results_of_varlen(plugin, call: VarlenCall, grad_out=None) -> dict:
     return results
 
 
+@pytest.fixture(params=["triton", "hopper"])
+def kernels(request, monkeypatch, device):
+    """Calls that the Hopper kernel takes run on both kinds of kernels."""
+    if request.param == "triton":
+        monkeypatch.setattr(cuda_varlen, "takes", lambda *_: False)  # of the backward too, which asks it
+    elif device == "cpu" or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU (compute capability 9.0)")
+    return request.param
+
+
 @pytest.fixture
 def check_varlen(plugin, launched, note):
     """Runs a call on our kernels and judges all results against float64 and PyTorch's own kernels."""
@@ -67,10 +80,15 @@ def check_varlen(plugin, launched, note):
 
 @pytest.mark.parametrize("first", range(0, RANDOM_CALLS, CHUNK))
 def test_random_calls(check_varlen, device, first):
+    """On a Hopper GPU half of them on its own kernels, as far as these take them."""
     for seed in range(first, min(first + CHUNK, RANDOM_CALLS)):
-        check_varlen(random_varlen_call(seed, device))
+        with pytest.MonkeyPatch.context() as patch:
+            if seed % 2:
+                patch.setattr(cuda_varlen, "takes", lambda *_: False)
+            check_varlen(random_varlen_call(seed, device))
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE], ids=str)
 @pytest.mark.parametrize("head_dim", [1, 8, 24, 32, 40, 64, 72, 96, 128, 160, 192, 256])
 def test_head_dims(check_varlen, device, head_dim, dtype):
@@ -108,9 +126,39 @@ def test_options(check_varlen, device, name, lengths_k, head_dim):
     check_varlen(varlen_call(MIXED, lengths_k, 4, 2, head_dim, dtype=BFLOAT, device=device, **options))
 
 
+@pytest.mark.usefixtures("kernels")
 def test_many_short_sequences(check_varlen, device):
     lengths = tuple(1 + n % 7 for n in range(900))
     check_varlen(varlen_call(lengths, heads=1, head_dim=64, dtype=BFLOAT, device=device, window=(-1, 0)))
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
+def test_the_hopper_kernel_takes_plain_calls(plugin, device, head_dim, is_causal):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU (compute capability 9.0)")
+    call = varlen_call(MIXED, None, 4, 2, head_dim, dtype=BFLOAT, device=device,
+                       window=(-1, 0 if is_causal else -1))  # fmt: skip
+    before = dict(launch_counts)
+    results_of_varlen(plugin, call, gradient_for_varlen(call))
+    ran = {name for name, count in launch_counts.items() if count > before.get(name, 0)}
+    assert "flash_forward" in ran and "varlen_forward" not in ran
+    assert ("flash_backward" in ran) == (head_dim <= 128)
+
+
+@pytest.mark.cuda_only
+def test_deterministic_algorithms_repeat_the_bits(plugin, device):
+    call = varlen_call(MIXED, None, 8, 2, 128, dtype=BFLOAT, device=device, window=(-1, 0))
+    grad_out = gradient_for_varlen(call)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = results_of_varlen(plugin, call, grad_out)
+        for _ in range(5):
+            again = results_of_varlen(plugin, call, grad_out)
+            assert all(torch.equal(first[name], again[name]) for name in first)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.cuda_only
@@ -136,8 +184,9 @@ def test_more_sequences_than_are_sorted(plugin, device, launched):
     assert (gradients[0][rows] - wanted[0][rows]).abs().max() < 1e-2
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 0)])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_nothing_leaks_from_one_sequence_into_another(plugin, device, head_dim, window, poison):
     lengths = (100, 30, 200, 77)
@@ -154,6 +203,7 @@ def test_nothing_leaks_from_one_sequence_into_another(plugin, device, head_dim, 
         assert not bool(results[name][100:130].isfinite().all())
 
 
+@pytest.mark.usefixtures("kernels")
 def test_rows_behind_the_last_sequence_are_zeros(plugin, device):
     call = varlen_call((100, 50, 42), heads=2, head_dim=64, dtype=BFLOAT, device=device).leaves()
     cu_seqlens = torch.tensor([0, 100, 150], dtype=torch.int32, device=device)
@@ -174,6 +224,7 @@ def test_types_of_lengths(plugin, device, dtype):
     judge_varlen(call, {"out": out, "logsumexp": logsumexp})
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_equal_lengths_are_as_exact_as_the_dense_kernel(check_varlen, device, head_dim, is_causal):
@@ -220,7 +271,7 @@ def test_a_captured_graph_sees_the_lengths_of_each_replay(plugin, device):
 
 
 @pytest.mark.cuda_only
-def test_no_host_synchronisation(plugin, device):
+def test_no_host_synchronisation(plugin, never_waits, device):
     call = varlen_call(MIXED, heads=2, head_dim=64, dtype=BFLOAT, device=device, window=(-1, 0)).leaves()
     cu_seqlens, _ = call.cu_seqlens()
 
@@ -231,12 +282,7 @@ def test_no_host_synchronisation(plugin, device):
         out.backward(grad_out)
 
     grad_out = gradient_for_varlen(call)
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    never_waits(step)
 
 
 @pytest.mark.cuda_only
@@ -385,7 +431,7 @@ def test_nested_tensors_with_an_empty_sequence_are_pytorchs(plugin, device, laun
 
 @pytest.mark.cuda_only
 @pytest.mark.usefixtures("take_everything")
-def test_nested_tensors_without_host_synchronisation(device):
+def test_nested_tensors_without_host_synchronisation(never_waits, device):
     """Where the nested tensors know their longest and shortest length."""
     lengths = (300, 1, 64, 517, 129)
     call = varlen_call(lengths, heads=2, head_dim=64, dtype=BFLOAT, device=device, window=(-1, 0)).leaves()
@@ -396,12 +442,7 @@ def test_nested_tensors_without_host_synchronisation(device):
         out = F.scaled_dot_product_attention(*tensors, is_causal=True).transpose(1, 2).values()
         return torch.autograd.grad(out, (call.query, call.key, call.value), grad_out)
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    never_waits(step)
 
 
 @pytest.mark.cuda_only

@@ -166,10 +166,16 @@ def sums_of_32_rows(monkeypatch):
     monkeypatch.setattr(attention, "SUM_ROWS", 32)
 
 
-@pytest.mark.parametrize(("kind", "seqlen_q"), [("dense", 192), ("causal", 199), ("bool", 129), ("grouped", 130)])
+@pytest.mark.parametrize(
+    ("kind", "seqlen_q"),
+    [("dense", 192), ("causal", 199), ("bool", 129), ("grouped", 130), ("row", 150), ("grouped row", 161)],
+)
 def test_long_sums_in_parts(sums_of_32_rows, kind, seqlen_q):
     mask = random_mask("bool", 1, H, seqlen_q, SK) if kind == "bool" else None
-    options = {"attn_mask": mask, "is_causal": kind == "causal", "kv_heads": 1 if kind == "grouped" else H}
+    if kind.endswith("row"):
+        mask = random_mask("query", 1, H, 1, SK, dtype=HALF)
+    options = {"attn_mask": mask, "mask_grad": kind.endswith("row"), "is_causal": kind == "causal"}
+    options |= {"kv_heads": 1 if kind.startswith("grouped") else H}
     run_and_check(sample(batch=1, seqlen_q=seqlen_q, dtype=HALF, **options))
 
 
@@ -352,8 +358,32 @@ def test_float_mask_and_its_gradient_broadcast_over_any_dimensions(monkeypatch, 
     dtype = (HALF, SINGLE)[sum(which) % 2]
     mask = random_mask(("query", "float32")[which[0]], *broadcast(which), dtype=dtype)
     run_and_check(sample(dtype=dtype, attn_mask=mask, mask_grad=True))
-    (plan,) = (plan for plan in attention._plans.values() if hasattr(plan, "splits"))
-    assert plan.splits == 1 if multiprocessors == 0 or not any(which) else plan.splits > 1
+    (plan,) = (plan for plan in attention._plans.values() if hasattr(plan, "key_sums"))
+    assert (plan.key_sums is not None) == (which[2] and not which[3])
+    if plan.key_sums is None:
+        assert plan.splits == 1 if multiprocessors == 0 or not any(which) else plan.splits > 1
+
+
+@pytest.mark.parametrize("shape", [(1, H, 1, SK), (B, 1, 1, SK)], ids=str)
+def test_gradient_of_a_mask_with_one_row_alone(shape):
+    """No key's gradient is computed on the way of which this one falls off."""
+    call = sample(dtype=HALF, attn_mask=random_mask("float32", *shape), mask_grad=True)
+    grad_out = gradient_for(call)
+    ran = run(call, grad_out)
+    alone = attention.backward(
+        grad_out, call.query, call.key, call.value, call.attn_mask, ran.results["out"], ran.logsumexp, None, 0.0, False,
+        call.softmax_scale, None, None, None, True, False,
+    )  # fmt: skip
+    check({"attn_mask": alone}, expect(call, grad_out))
+
+
+@pytest.mark.parametrize("kind", ["hidden", "lowest"])
+def test_gradient_of_a_listed_mask_with_one_row(monkeypatch, kind):
+    monkeypatch.setattr(attention, "worth_listing", lambda *_: True)
+    use_tiles(monkeypatch, 16, 16)
+    mask = random_mask("float32", B, 1, 1, SK)
+    mask[..., SK // 2 :] = -INF if kind == "hidden" else torch.finfo(SINGLE).min
+    run_and_check(sample(dtype=HALF, attn_mask=mask, mask_grad=True))
 
 
 def test_splits_that_do_not_divide_the_work(monkeypatch):

@@ -1,0 +1,192 @@
+"""Measure ways to run the Hopper decoding kernel on this GPU, for ``kernels/cuda/decode_tiles.py``: which tile, how
+many blocks in a cluster, how many clusters for the keys of a batch's key head.
+
+    python -m benchmarks.tune_cuda_decode --out benchmarks/results/tune_cuda_decode.json [--only D128] [--budget 40]
+
+As in tune_decode, every call is a CUDA graph over more keys and values than the L2 cache holds, replayed in turn with
+the others, with Triton's kernel and with PyTorch's default. "*": what the rules choose, which is always among them.
+Variants are compiled in parallel first. `active`: how many such clusters the GPU runs at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import gc
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks import cases, contenders, decode
+from benchmarks.harness import Results, environment, significant
+from benchmarks.tune_decode import Recorded, sets_of
+from torch_flashbackend import driver, selection
+from torch_flashbackend.kernels.cuda import decode_tiles
+from torch_flashbackend.kernels.cuda.decode import Chosen, DecodePlan, DecodeSpecialisation, specialise
+from torch_flashbackend.kernels.cuda.decode_tiles import DecodeTile
+
+LARGEST_CALL = 5 * 2**30
+TOLERANCE = 2e-2
+# Beside decode_tiles.variants, of up to 16 rows: smaller and larger tiles, and another number of blocks.
+MORE_TILES = {
+    64: (DecodeTile(1, 4, 64, 6, 6, 2), DecodeTile(1, 4, 64, 3, 3, 3), DecodeTile(1, 8, 128, 6, 6, 1)),
+    128: (DecodeTile(1, 2, 32, 6, 6, 2), DecodeTile(1, 8, 128, 3, 3, 1)),
+    256: (DecodeTile(1, 2, 32, 6, 6, 1), DecodeTile(1, 1, 16, 6, 6, 2)),
+}
+
+
+def chosen_cases(only: str) -> list[cases.Case]:
+    """Those that decide, the most wanted first."""
+    wanted = [  # batch, key heads, queries, keys, head_dim
+        (1, 8, 1, 8192, 128), (1, 8, 1, 1024, 128), (1, 8, 1, 131072, 128), (8, 8, 1, 8192, 128), (8, 8, 1, 1024, 128),
+        (64, 8, 1, 1024, 64), (1, 8, 1, 131072, 64), (1, 8, 1, 8192, 64), (1, 32, 1, 1024, 128), (1, 32, 1, 8192, 128),
+        (64, 8, 1, 1024, 128), (1, 8, 4, 8192, 128), (1, 8, 8, 8192, 128), (1, 8, 1, 8192, 256), (1, 1, 1, 8192, 128),
+        (1, 8, 1, 32768, 128), (8, 32, 1, 8192, 128), (1, 1, 1, 131072, 128), (64, 8, 1, 1024, 256),
+        (8, 8, 1, 131072, 128), (8, 8, 1, 8192, 64), (1, 8, 1, 1024, 64), (1, 8, 1, 1024, 256), (8, 8, 8, 8192, 128),
+        (64, 8, 8, 1024, 128), (8, 1, 1, 8192, 128), (64, 32, 1, 1024, 128), (1, 8, 1, 131072, 256),
+    ]  # fmt: skip
+    found = [
+        cases.Case("decode", batch, 32, queries, keys, head_dim, kv_heads=kv_heads, training=False)
+        for batch, kv_heads, queries, keys, head_dim in wanted
+    ]
+    return [case for case in found if case.bytes <= LARGEST_CALL and any(t in case.label for t in only.split(","))]
+
+
+def rule(case: cases.Case) -> Chosen:
+    """What the rules choose on an H200."""
+    rows, units = case.heads // case.kv_heads * case.seqlen_q, case.batch * case.kv_heads
+    return specialise(
+        case.head_dim, case.head_dim, torch.bfloat16, units=units, rows=rows, seqlen_k=case.seqlen_k, num_sms=132
+    )
+
+
+def variants_of(case: cases.Case) -> list[Chosen]:
+    """From half as many blocks as multiprocessors to twice as many; clusters alone, and several that share keys."""
+    rows, units = case.heads // case.kv_heads * case.seqlen_q, case.batch * case.kv_heads
+    tiles = list(decode_tiles.variants(case.head_dim, case.head_dim, rows))
+    if rows <= 16:
+        tiles += MORE_TILES[case.head_dim]
+    found = [rule(case)]
+    for number, tile in enumerate(tiles):
+        key_tiles = -(-case.seqlen_k // tile.block_n)
+        for splits in decode_tiles.SPLITS:
+            for groups in decode_tiles.GROUPS if number < 2 else (1, 4):
+                blocks = units * splits * groups
+                usual = 48 <= blocks <= 300 or (splits == groups == 1 and blocks > 300)
+                few = groups == 1 and splits in (8, 16) and blocks < 48
+                if splits * groups <= key_tiles and (usual or few) and not (groups > 1 and units > 66):
+                    spec = DecodeSpecialisation(case.head_dim, case.head_dim, True, tile)
+                    found.append(Chosen(spec, splits, groups))
+    return list(dict.fromkeys(found))
+
+
+def name_of(variant: Chosen) -> str:
+    """Short: 64 keys by 4 warps, 3 + 3 stages, 2 blocks a multiprocessor; clusters of 16, 1 for each key head."""
+    tile = variant.specialisation.tile
+    return (f"{tile.row_tiles}m {tile.block_n}x{tile.key_warps} s{tile.k_stages} b{tile.blocks} "
+            f"C{variant.splits} G{variant.groups}")  # fmt: skip
+
+
+def compiled(spec: DecodeSpecialisation) -> str | None:
+    """What is wrong with a specialisation, if anything."""
+    try:
+        if spec.shared_bytes > decode_tiles.SHARED_MEMORY:
+            return f"{spec.shared_bytes} bytes of shared memory"
+        log = spec.compile().log
+    except Exception as error:
+        return str(error)[:200]
+    spilled = [line for line in log.splitlines() if "bytes spill" in line and " 0 bytes spill stores" not in line]
+    return spilled[0] if spilled else None
+
+
+def measure(case: cases.Case, variants: list[Chosen], buffer: torch.Tensor, rounds: int) -> dict[str, Any]:
+    """A row of JSON."""
+    sets = sets_of(case, buffer)
+    grouped = case.kv_heads != case.heads
+    out = torch.empty_like(sets[0][0])
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    pool = torch.cuda.graph_pool_handle()
+    sdpa = [lambda s=s: F.scaled_dot_product_attention(*s, enable_gqa=grouped) for s in sets]
+    with contenders.stock(None)():
+        expected = F.scaled_dot_product_attention(*sets[-1], enable_gqa=grouped).float()  # what a replay leaves
+    recorded = {"default": Recorded(sdpa, pool, contenders.stock(None))}
+    recorded["triton"] = Recorded(sdpa, pool, lambda: selection.sdpa_backend("triton"))
+    failed, facts = {}, {}
+    for variant in variants:
+        name = name_of(variant)
+        try:
+            plan = DecodePlan(*sets[0], out, case.head_dim**-0.5, num_sms, variant)
+            if plan.chosen != variant:
+                failed[name] = "no room for such a cluster"
+                continue
+            out.fill_(math.nan)
+            item = Recorded([lambda s=s, plan=plan: plan(*s, out, None) for s in sets], pool)
+            item.run()
+            if not torch.allclose(out.float(), expected, atol=TOLERANCE, rtol=TOLERANCE):
+                failed[name] = f"differs by {(out.float() - expected).abs().max().item()}"
+                continue
+        except Exception as error:
+            if "CUDA error" in str(error):
+                raise
+            failed[name] = f"{type(error).__name__} {str(error)[:160]}"
+            continue
+        recorded[name] = item
+        facts[name] = dataclasses.asdict(variant.specialisation.tile) | {
+            "splits": variant.splits, "groups": variant.groups,
+            "active": driver.max_active_clusters(plan._function, plan._config),
+        }  # fmt: skip
+    times = decode.replay_times(recorded, buffer.device, rounds)
+    stock, triton = times.pop("default"), times.pop("triton")
+    return {
+        "label": case.label, "case": case.to_json(), "sets": len(sets), "bytes": case.bytes,
+        "rule": name_of(rule(case)), "default_us": significant(stock, 4), "triton_us": significant(triton, 4),
+        "variants": [{"name": name, **facts[name], "us": significant(us, 4)} for name, us in
+                     sorted(times.items(), key=lambda item: item[1])],
+        "failed": failed,
+    }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="", help="cases whose label has one of these texts, separated by commas")
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds of measuring after which no case is begun")
+    options = parser.parse_args(argv)
+    work = chosen_cases(options.only)
+    specs = list(dict.fromkeys(variant.specialisation for case in work for variant in variants_of(case)))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        wrong = {spec: what for spec, what in zip(specs, pool.map(compiled, specs)) if what}
+    for spec, what in wrong.items():
+        print(f"left out: {spec}: {what}", flush=True)
+    began = time.monotonic()
+    device = torch.device("cuda", torch.cuda.current_device())
+    largest = max(max(2, math.ceil(decode.KEPT_BYTES / case.bytes)) * case.bytes for case in work)
+    buffer = torch.empty(int(largest) // 2, dtype=torch.bfloat16, device=device).normal_()
+    results = Results(Path(options.out), "tune_cuda_decode", environment("cuda"), vars(options))
+    left = []
+    gc.disable()
+    for case in work:
+        if time.monotonic() - began > options.budget:
+            left.append(case.label)
+            continue
+        variants = [variant for variant in variants_of(case) if variant.specialisation not in wrong]
+        row = measure(case, variants, buffer, options.rounds)
+        results.add(row)
+        best = row["variants"][:6]
+        shown = "  ".join(f"{'*' if v['name'] == row['rule'] else ''}{v['name']} {v['us']}" for v in best)
+        of_rule = next((v["us"] for v in row["variants"] if v["name"] == row["rule"]), None)
+        print(f"{row['label']}: default {row['default_us']} triton {row['triton_us']} rule {of_rule} | {shown}"
+              + (f"  failed: {row['failed']}" if row["failed"] else ""), flush=True)  # fmt: skip
+    print(f"measured in {time.monotonic() - began:.0f} s", flush=True)
+    results.finish(left)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,538 @@
+// Attention of a few query rows over many keys on Hopper (compute capability 9.0), one launch: the keys of a (batch,
+// key head) are split among the blocks of a cluster, which merge their results through distributed shared memory.
+//
+// The rows of a key head, query by query and the query heads of each together, are packed: 16 for each row tile.
+//
+//   two loading warps:   the block's stretch of key tiles and of value tiles, BLOCK_N rows each, by TMA into two rings
+//   each consumer warp:  16 rows, and its own BLOCK_N / KEY_WARPS keys of every tile:
+//                          S = query key^T;  P = exp2(S - shift);  out += P value       (mma.sync, all in registers)
+//   the block's warps:   their results, weighted, into one: each of these numbers is sent to the block that owns it
+//   each block:          adds up what it owns when all of it has arrived, divides by the row's sum and writes it
+//
+// Where few key heads have many keys, several clusters (groups) share them: each block leaves what it owns in a
+// workspace and counts; the last one that owns it adds up the results of all clusters.
+//
+// So nothing but queries, keys, values and outputs touches memory, each once, and the order of all sums is fixed. Dao
+// et al., "Flash-Decoding" (2023); rows that share keys share a tile as in Ainslie et al., "GQA" (2023).
+//
+// Shared memory: K_STAGES key and V_STAGES value tiles, each a row of boxes of 64 columns (tma.cuh); 100 KB on their
+// way keep the memory busy. The rings then serve for the merge within the block; what other blocks send has its own
+// place, since they may be done while this one still loads.
+// Registers: HEAD_DIM / 4 for the query, HEAD_DIM_V / 2 for the output, KEYS / 2 for the scores.
+//
+// Defined by the host (decode.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), ROW_TILES, KEY_WARPS, BLOCK_N, K_STAGES,
+// V_STAGES, BLOCKS (that share a multiprocessor), IS_BF16.
+#include "barrier.cuh"
+#include "cluster.cuh"
+#include "registers.cuh"
+#include "tma.cuh"
+
+// Mirrored by decode.py. Strides in elements.
+struct DecodeParams {
+  const uint8_t* query;  // [batch, heads, seqlen_q, head_dim], last stride 1, other strides multiples of 8
+  uint8_t* out;          // [batch, heads, seqlen_q, head_dim_v], likewise
+  float* logsumexp;      // [batch, heads, seqlen_q] contiguous, or null
+  float* workspace;      // if groups > 1: [units][splits][groups] partial results, in multiples of 16 bytes
+  int* counters;         // likewise: [units][splits], zero between launches, of nobody else's while this one runs
+  int64_t query_stride_batch, query_stride_head, query_stride_row;
+  int64_t out_stride_batch, out_stride_head, out_stride_row;
+  int num_kv_heads, group_size, seqlen_q, seqlen_k;
+  int head_dim, head_dim_v;  // the tensors' own, of which HEAD_DIM and HEAD_DIM_V are the next multiples of 16
+  int splits, groups;        // blocks of a cluster; clusters that share the keys of a unit, a batch's key head
+  int tiles_each, more;      // key tiles of each block of a unit, and how many, the first ones, have one more
+  float softmax_scale_log2;  // positive
+  int unused;
+};
+
+constexpr int ROWS = 16 * ROW_TILES;
+constexpr int CONSUMERS = ROW_TILES * KEY_WARPS;
+constexpr int CONSUMER_THREADS = 32 * CONSUMERS;
+constexpr int THREADS = CONSUMER_THREADS + 64;
+constexpr int KEYS = BLOCK_N / KEY_WARPS;  // of a warp in a tile
+constexpr int MOST_SPLITS = 16, MOST_GROUPS = 16;
+constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
+constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
+constexpr int BOX_BYTES = BLOCK_N * BOX_ROW_BYTES;
+// A warp's result in shared memory, float32: the 8 more than a row's columns spread rows over the banks.
+constexpr int PARTIAL_PITCH = 4 * (HEAD_DIM_V + 8);
+constexpr int PARTIAL_BYTES = ROWS * PARTIAL_PITCH;
+constexpr int FOURS = HEAD_DIM_V / 4;  // of a row's output: the pieces that are merged
+constexpr int NAMED_BARRIER = 1;
+// A shift rises only with a score that is so far above it, in base 2: probabilities stay exact in float16, and the
+// output is seldom rescaled.
+constexpr float LARGEST_RISE = 8.0f;
+static_assert(KEYS % 16 == 0);
+static_assert(KEY_WARPS * PARTIAL_BYTES <= K_STAGES * K_BYTES + V_STAGES * V_BYTES);
+
+// Byte addresses in shared memory. Statistics are pairs of float32: a row's shift and its sum.
+struct Shared {
+  uint32_t key, value, received, received_statistics, warp_statistics, barriers;
+  __device__ explicit Shared(uint32_t base)
+      : key(base),
+        value(key + K_STAGES * K_BYTES),
+        received(value + V_STAGES * V_BYTES),
+        received_statistics(received + (ROWS * FOURS + MOST_SPLITS) * 16),
+        warp_statistics(received_statistics + MOST_SPLITS * ROWS * 8),
+        barriers(warp_statistics + KEY_WARPS * ROWS * 8) {}
+  __device__ uint32_t k_full(int stage) const { return barriers + 8 * stage; }
+  __device__ uint32_t k_empty(int stage) const { return barriers + 8 * (K_STAGES + stage); }
+  __device__ uint32_t v_full(int stage) const { return barriers + 8 * (2 * K_STAGES + stage); }
+  __device__ uint32_t v_empty(int stage) const { return barriers + 8 * (2 * K_STAGES + V_STAGES + stage); }
+  // Counts what the cluster's blocks send.
+  __device__ uint32_t all_received() const { return barriers + 8 * (2 * K_STAGES + 2 * V_STAGES); }
+};
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// What to subtract in exponents: the shift, 0 where no key has been seen.
+__device__ __forceinline__ float finite(float shift) {
+  return shift == -INFINITY_F ? 0.0f : shift;
+}
+// Volatile: not to be moved above the wait for earlier launches, which may have written there.
+__device__ __forceinline__ uint32_t load_word(const uint32_t* address) {
+  uint32_t word;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(word) : "l"(address));
+  return word;
+}
+// As load_matrices, each 8x8 matrix transposed.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+// Adds one. All that the block's threads wrote before a barrier that this thread has passed is then visible to whoever
+// finds it added, and all that others wrote before they added to this thread's block.
+__device__ __forceinline__ int add_acquire_release(int* counter) {
+  int before;
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  return before;
+}
+// Where the 16 bytes number `chunk` of row `row` of a tile lie.
+__device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int row, int chunk) {
+  return tile + chunk / 8 * BOX_BYTES + row * BOX_ROW_BYTES + ((chunk % 8) ^ (row % 8)) * 16;
+}
+
+// By one thread: tiles first to last - 1 of keys or values.
+template <int COLUMNS, int STAGES, typename Full, typename Empty>
+__device__ __forceinline__ void produce(const TensorMap& map, uint32_t tiles, Full full, Empty empty, int first,
+                                        int last, int kv_head, int batch) {
+  constexpr int BYTES = BLOCK_N * round_up(COLUMNS, BOX_COLUMNS) * 2;
+  Ring<STAGES> ring;
+#pragma unroll 1
+  for (int tile = first; tile < last; ++tile) {
+    barrier_wait(empty(ring.stage), ring.phase ^ 1);
+    load_rows<BLOCK_N, COLUMNS>(map, tiles + ring.stage * BYTES, full(ring.stage), tile * BLOCK_N, kv_head, batch);
+    ring.advance();
+  }
+}
+
+// One row's (shift, sum) of `count` partial results, of which statistics(i) gives each, and their weights. All are
+// loaded before any is used, since each load takes a while: those that are not there as the first, and then ignored.
+template <int MOST, typename Statistics>
+__device__ __forceinline__ float2 combine(float (&weights)[MOST], Statistics statistics, int count) {
+  float2 parts[MOST], total = {-INFINITY_F, 0.0f};
+#pragma unroll
+  for (int i = 0; i < MOST; ++i) parts[i] = statistics(i < count ? i : 0);
+#pragma unroll
+  for (int i = 0; i < MOST; ++i) total.x = fmaxf(total.x, parts[i].x);
+#pragma unroll
+  for (int i = 0; i < MOST; ++i) {
+    weights[i] = exp2_approx(parts[i].x - finite(total.x));
+    total.y += i < count ? parts[i].y * weights[i] : 0.0f;
+  }
+  return total;
+}
+// Four numbers of `count` partial results, of which part(i) gives each, weighted.
+template <int MOST, typename Part>
+__device__ __forceinline__ float4 add_up(const float (&weights)[MOST], Part part, int count) {
+  float4 parts[MOST], total = {};
+#pragma unroll
+  for (int i = 0; i < MOST; ++i) parts[i] = part(i < count ? i : 0);
+#pragma unroll
+  for (int i = 0; i < MOST; ++i) {
+    if (i >= count) continue;
+    total.x += weights[i] * parts[i].x;
+    total.y += weights[i] * parts[i].y;
+    total.z += weights[i] * parts[i].z;
+    total.w += weights[i] * parts[i].w;
+  }
+  return total;
+}
+
+// The block's rows, as the tensors number them.
+struct Rows {
+  const DecodeParams& params;
+  int batch, kv_head;
+  __device__ int head(int row) const { return kv_head * params.group_size + row % params.group_size; }
+  __device__ int query(int row) const { return row / params.group_size; }
+  __device__ int count() const { return params.seqlen_q * params.group_size; }
+  __device__ const uint8_t* query_address(int row) const {
+    return params.query + 2 * (batch * params.query_stride_batch + head(row) * params.query_stride_head +
+                               query(row) * params.query_stride_row);
+  }
+  // Writes four of a row's outputs.
+  __device__ void write(int row, int column, const float4& x, float sum) const {
+    if (column >= params.head_dim_v) return;
+    const float inverse = 1.0f / sum;
+    uint8_t* address = params.out + 2 * (batch * params.out_stride_batch + head(row) * params.out_stride_head +
+                                         query(row) * params.out_stride_row + column);
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(pack(x.x * inverse, x.y * inverse)),
+                 "r"(pack(x.z * inverse, x.w * inverse))
+                 : "memory");
+  }
+  __device__ void write_logsumexp(int row, const float2& statistics) const {
+    if (!params.logsumexp) return;
+    const int64_t heads = (int64_t)params.num_kv_heads * params.group_size;
+    params.logsumexp[(batch * heads + head(row)) * params.seqlen_q + query(row)] =
+        0.6931471805599453f * (finite(statistics.x) + log2f(statistics.y));
+  }
+};
+
+// Which part of the work a consumer warp has: 16 rows from `first_row` on, KEYS keys of each tile from `first_key` on.
+struct Part {
+  int first_row, key_warp, first_key, lane;
+  __device__ explicit Part(int warp)
+      : first_row(16 * (warp % ROW_TILES)),
+        key_warp(warp / ROW_TILES),
+        first_key(warp / ROW_TILES * KEYS),
+        lane(threadIdx.x % 32) {}
+  // The thread's rows are this one and the one 8 below.
+  __device__ int row() const { return first_row + lane / 4; }
+  __device__ int column() const { return 2 * (lane % 4); }
+};
+
+// The query as the left operand of mma, 16 columns for each of the first index; rows and columns not there are zeros.
+__device__ __forceinline__ void load_query(uint32_t (&query)[HEAD_DIM / 16][4], const Rows& rows, const Part& part) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = part.row() + 8 * half;
+    const bool present = row < rows.count();
+    const uint32_t* words = (const uint32_t*)rows.query_address(present ? row : 0) + part.lane % 4;
+    const bool last = present && rows.params.head_dim == HEAD_DIM;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+      query[i][half] = present ? load_word(words + 8 * i) : 0;
+      query[i][2 + half] = (i + 1 < HEAD_DIM / 16 ? present : last) ? load_word(words + 8 * i + 4) : 0;
+    }
+  }
+}
+
+// S[16, KEYS] = query key^T. In [4 * i + e] a thread has column 8 * i + 2 * (lane % 4) + e % 2 of row e / 2.
+__device__ __forceinline__ void multiply_keys(float (&scores)[KEYS / 2], const uint32_t (&query)[HEAD_DIM / 16][4],
+                                              uint32_t tile, const Part& part) {
+  // A product waits for the one before that adds to the same sums: few keys need more sums than one each.
+  constexpr int CHAINS = KEYS == 16 && HEAD_DIM >= 64 ? 2 : 1;
+  float sums[CHAINS][KEYS / 2] = {};
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 16; ++i) {
+#pragma unroll
+    for (int pair = 0; pair < KEYS / 16; ++pair) {
+      uint32_t keys[4];
+      const int row = part.first_key + 16 * pair + part.lane / 16 * 8 + part.lane % 8;
+      load_matrices(keys, chunk_address(tile, row, 2 * i + part.lane / 8 % 2));
+      const uint32_t low[2] = {keys[0], keys[1]}, high[2] = {keys[2], keys[3]};
+      warp_product(sums[i % CHAINS] + 8 * pair, query[i], low);
+      warp_product(sums[i % CHAINS] + 8 * pair + 4, query[i], high);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < KEYS / 2; ++i) scores[i] = CHAINS == 2 ? sums[0][i] + sums[CHAINS - 1][i] : sums[0][i];
+}
+
+// out[16, HEAD_DIM_V] += P value.
+__device__ __forceinline__ void multiply_values(float (&out)[HEAD_DIM_V / 2], const float (&probabilities)[KEYS / 2],
+                                                uint32_t tile, const Part& part) {
+#pragma unroll
+  for (int pair = 0; pair < KEYS / 16; ++pair) {
+    const float* p = probabilities + 8 * pair;
+    const uint32_t left[4] = {pack(p[0], p[1]), pack(p[2], p[3]), pack(p[4], p[5]), pack(p[6], p[7])};
+    const int row = part.first_key + 16 * pair + part.lane % 16;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM_V / 16; ++i) {
+      uint32_t values[4];
+      load_matrices_transposed(values, chunk_address(tile, row, 2 * i + part.lane / 16));
+      const uint32_t low[2] = {values[0], values[1]}, high[2] = {values[2], values[3]};
+      warp_product(out + 8 * i, left, low);
+      warp_product(out + 8 * i + 4, left, high);
+    }
+  }
+}
+
+// Online softmax of 16 rows (Milakov and Gimelshein, 2018), the shift a maximum of some while ago.
+struct Softmax {
+  float shift[2] = {-INFINITY_F, -INFINITY_F};  // in base 2
+  float sum[2] = {};                            // this thread's part
+
+  // Turns scores into probabilities in place, and rescales what was added to `out` before where a shift has to rise.
+  __device__ __forceinline__ void update(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM_V / 2], float scale_log2) {
+    float largest[2] = {scores[0], scores[2]};
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i += 4) {
+      largest[0] = fmaxf(largest[0], fmaxf(scores[i], scores[i + 1]));
+      largest[1] = fmaxf(largest[1], fmaxf(scores[i + 2], scores[i + 3]));
+    }
+    largest[0] = quad_max(largest[0]) * scale_log2;
+    largest[1] = quad_max(largest[1]) * scale_log2;
+    if (__any_sync(0xFFFFFFFF, largest[0] > shift[0] + LARGEST_RISE || largest[1] > shift[1] + LARGEST_RISE)) {
+      float rescale[2];
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const float raised = fmaxf(shift[row], largest[row]);
+        rescale[row] = exp2_approx(shift[row] - finite(raised));
+        shift[row] = raised;
+        sum[row] *= rescale[row];
+      }
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM_V / 2; ++i) out[i] *= rescale[i / 2 % 2];
+    }
+    const float subtract[2] = {finite(shift[0]), finite(shift[1])};
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) {
+      scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -subtract[i / 2 % 2]));
+      sum[i / 2 % 2] += scores[i];
+    }
+  }
+};
+
+__device__ __forceinline__ void release(uint32_t barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
+// The loop of one consumer warp over tiles first to last - 1; leaves its result where the rings were.
+__device__ __forceinline__ void consume(const Rows& rows, const Shared& shared, const Part& part, int first, int last) {
+  const DecodeParams& params = rows.params;
+  uint32_t query[HEAD_DIM / 16][4];
+  load_query(query, rows, part);
+  float out[HEAD_DIM_V / 2] = {};
+  Softmax softmax;
+  Ring<K_STAGES> k;
+  Ring<V_STAGES> v;
+#pragma unroll 1
+  for (int tile = first; tile < last; ++tile) {
+    float scores[KEYS / 2];
+    barrier_wait(shared.k_full(k.stage), k.phase);
+    multiply_keys(scores, query, shared.key + k.stage * K_BYTES, part);
+    release(shared.k_empty(k.stage), part.lane);
+    k.advance();
+    if ((tile + 1) * BLOCK_N > params.seqlen_k) {
+      const int left = params.seqlen_k - tile * BLOCK_N - part.first_key - part.column();
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; ++i)
+        if (i / 4 * 8 + i % 2 >= left) scores[i] = -INFINITY_F;
+    }
+    softmax.update(scores, out, params.softmax_scale_log2);
+    barrier_wait(shared.v_full(v.stage), v.phase);
+    multiply_values(out, scores, shared.value + v.stage * V_BYTES, part);
+    release(shared.v_empty(v.stage), part.lane);
+    v.advance();
+  }
+
+  // All loads have arrived, since every warp has waited for each, and after this barrier nobody reads them any more.
+  named_sync(NAMED_BARRIER, CONSUMER_THREADS);
+  const uint32_t partial = shared.key + part.key_warp * PARTIAL_BYTES;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = part.row() + 8 * half;
+    const float sum = quad_sum(softmax.sum[half]);
+    if (row >= rows.count()) continue;
+    if (part.lane % 4 == 0)
+      write_two(shared.warp_statistics + (part.key_warp * ROWS + row) * 8, softmax.shift[half], sum);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM_V / 8; ++i)
+      write_two(partial + row * PARTIAL_PITCH + 4 * (8 * i + part.column()), out[4 * i + 2 * half],
+                out[4 * i + 2 * half + 1]);
+  }
+  named_sync(NAMED_BARRIER, CONSUMER_THREADS);
+}
+
+// What a block owns of its rows' outputs, in pieces of four numbers, after its cluster's blocks have merged theirs; and
+// the same of the other clusters with keys of these rows, if there are any, in the workspace.
+struct Share {
+  const Rows& rows;
+  int rank, group;
+  int items, size, first;  // of all blocks of a cluster; of each; of this one: the first
+  float4* parts;           // [groups][size]
+  float2* statistics;      // [groups][ROWS]
+  int* counter;
+
+  __device__ Share(const Rows& rows, int unit, int rank, int group)
+      : rows(rows),
+        rank(rank),
+        group(group),
+        items(rows.count() * FOURS),
+        size(ceil_div(items, rows.params.splits)),
+        first(rank * size) {
+    const DecodeParams& params = rows.params;
+    const int64_t index = (int64_t)unit * params.splits + rank;
+    float* place = params.workspace + index * params.groups * (4 * size + 2 * ROWS);
+    parts = (float4*)place;
+    statistics = (float2*)(place + params.groups * 4 * size);
+    counter = params.counters + index;
+  }
+  __device__ int count() const { return min(size, items - first); }
+  __device__ int row(int i) const { return (first + i) / FOURS; }
+  __device__ int column(int i) const { return (first + i) % FOURS * 4; }
+
+  // Piece i with its row's statistics, and a row's statistics alone: to the outputs, or to the workspace.
+  __device__ void put(int i, const float4& total, const float2& of_row) const {
+    if (rows.params.groups == 1)
+      rows.write(row(i), column(i), total, of_row.y);
+    else
+      parts[group * size + i] = total;
+  }
+  __device__ void put_statistics(int row, const float2& of_row) const {
+    if (rows.params.groups > 1)
+      statistics[group * ROWS + row] = of_row;
+    else if (rank == 0 && rows.params.logsumexp)
+      rows.write_logsumexp(row, of_row);
+  }
+};
+
+// Adds up the results of the block's warps, and sends each block of the cluster its share.
+__device__ __forceinline__ void merge_warps(const Share& share, const Shared& shared) {
+  const Rows& rows = share.rows;
+  const int splits = rows.params.splits;
+  const auto of_warps = [&](int row) {
+    return [&shared, row](int i) { return read_two(shared.warp_statistics + (i * ROWS + row) * 8); };
+  };
+  for (int item = threadIdx.x; item < share.items; item += CONSUMER_THREADS) {
+    const int row = item / FOURS, column = item % FOURS * 4;
+    float weights[KEY_WARPS];
+    const float2 of_row = combine(weights, of_warps(row), KEY_WARPS);
+    const auto part = [&](int i) {
+      return read_four(shared.key + i * PARTIAL_BYTES + row * PARTIAL_PITCH + 4 * column);
+    };
+    const float4 total = add_up(weights, part, KEY_WARPS);
+    if (splits == 1) {
+      share.put(item, total, of_row);
+    } else {
+      const int owner = item / share.size, index = share.rank * share.size + item - owner * share.size;
+      send_four(map_to_rank(shared.received + index * 16, owner), map_to_rank(shared.all_received(), owner), total);
+    }
+  }
+  for (int i = threadIdx.x; i < rows.count() * splits; i += CONSUMER_THREADS) {
+    const int peer = i / rows.count(), row = i - peer * rows.count();
+    float weights[KEY_WARPS];
+    const float2 of_row = combine(weights, of_warps(row), KEY_WARPS);
+    if (splits == 1)
+      share.put_statistics(row, of_row);
+    else
+      send_two(map_to_rank(shared.received_statistics + (share.rank * ROWS + row) * 8, peer),
+               map_to_rank(shared.all_received(), peer), of_row);
+  }
+}
+
+// Adds up the share of this block that all blocks of the cluster have sent.
+__device__ __forceinline__ void merge_blocks(const Share& share, const Shared& shared) {
+  const int splits = share.rows.params.splits;
+  wait_for_others(shared.all_received());
+  const auto of_blocks = [&](int row) {
+    return [&shared, row](int i) { return read_two(shared.received_statistics + (i * ROWS + row) * 8); };
+  };
+  float weights[MOST_SPLITS];
+  for (int i = threadIdx.x; i < share.count(); i += CONSUMER_THREADS) {
+    const float2 of_row = combine(weights, of_blocks(share.row(i)), splits);
+    const auto part = [&](int j) { return read_four(shared.received + (j * share.size + i) * 16); };
+    share.put(i, add_up(weights, part, splits), of_row);
+  }
+  if (share.rank > 0 && share.rows.params.groups == 1) return;
+  for (int row = threadIdx.x; row < share.rows.count(); row += CONSUMER_THREADS)
+    share.put_statistics(row, combine(weights, of_blocks(row), splits));
+}
+
+// The last of the blocks with the same share, one in each cluster, adds up what all have left in the workspace.
+__device__ __forceinline__ void merge_groups(const Share& share, const Shared& shared) {
+  const Rows& rows = share.rows;
+  const int groups = rows.params.groups;
+  named_sync(NAMED_BARRIER, CONSUMER_THREADS);
+  if (threadIdx.x == 0) {
+    const int before = add_acquire_release(share.counter);
+    if (before == groups - 1) *share.counter = 0;  // as it was found
+    write_word(shared.warp_statistics, before);
+  }
+  named_sync(NAMED_BARRIER, CONSUMER_THREADS);
+  if (read_word(shared.warp_statistics) != groups - 1) return;
+  const auto of_groups = [&](int row) {
+    return [&share, row](int i) { return __ldcg(share.statistics + i * ROWS + row); };
+  };
+  float weights[MOST_GROUPS];
+  for (int i = threadIdx.x; i < share.count(); i += CONSUMER_THREADS) {
+    const float2 of_row = combine(weights, of_groups(share.row(i)), groups);
+    const auto part = [&](int j) { return __ldcg(share.parts + j * share.size + i); };
+    rows.write(share.row(i), share.column(i), add_up(weights, part, groups), of_row.y);
+  }
+  if (rows.params.logsumexp && share.rank == 0)
+    for (int row = threadIdx.x; row < rows.count(); row += CONSUMER_THREADS)
+      rows.write_logsumexp(row, combine(weights, of_groups(row), groups));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(
+    const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
+    const __grid_constant__ DecodeParams params) {
+  // The swizzle counts from multiples of 1024 bytes.
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
+  if (shared.key % 1024) __trap();
+  // The grid: (groups, each a cluster of splits; key heads; batches).
+  const int splits = params.splits, groups = params.groups;
+  const int rank = cluster_rank(), group = cluster_x();
+  const Rows rows{params, (int)blockIdx.z, (int)blockIdx.y};
+  const int part = group * splits + rank;
+  const int first = part * params.tiles_each + min(part, params.more);
+  const int last = first + params.tiles_each + (part < params.more);
+  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+
+  if (threadIdx.x == CONSUMER_THREADS) {
+    prefetch_map(key_map);
+    // Stages are filled by one arrival and the copy's bytes, and emptied by one arrival of each consumer warp.
+    for (int stage = 0; stage < K_STAGES; ++stage) {
+      barrier_init(shared.k_full(stage), 1);
+      barrier_init(shared.k_empty(stage), CONSUMERS);
+    }
+    for (int stage = 0; stage < V_STAGES; ++stage) {
+      barrier_init(shared.v_full(stage), 1);
+      barrier_init(shared.v_empty(stage), CONSUMERS);
+    }
+    barrier_init(shared.all_received(), 1);
+    barrier_init_fence();
+  }
+  if (threadIdx.x == CONSUMER_THREADS + 32) prefetch_map(value_map);
+  __syncthreads();
+  if (splits > 1) cluster_arrive();
+  wait_for_earlier_launches();
+
+  if (warp == CONSUMERS) {
+    if (lane == 0)
+      produce<HEAD_DIM, K_STAGES>(
+          key_map, shared.key, [&](int stage) { return shared.k_full(stage); },
+          [&](int stage) { return shared.k_empty(stage); }, first, last, rows.kv_head, rows.batch);
+  } else if (warp == CONSUMERS + 1) {
+    if (lane == 0) {
+      produce<HEAD_DIM_V, V_STAGES>(
+          value_map, shared.value, [&](int stage) { return shared.v_full(stage); },
+          [&](int stage) { return shared.v_empty(stage); }, first, last, rows.kv_head, rows.batch);
+      let_the_next_begin();
+    }
+  } else {
+    consume(rows, shared, Part(warp), first, last);
+  }
+  __syncwarp();
+  const Share share(rows, rows.batch * params.num_kv_heads + rows.kv_head, rank, group);
+  if (splits > 1) {
+    if (threadIdx.x == 0)
+      barrier_arrive_expect(shared.all_received(), splits * (max(share.count(), 0) * 16 + rows.count() * 8));
+    __syncwarp();
+    cluster_wait();  // others' shared memory may be written once they have begun
+  }
+  if (warp >= CONSUMERS) return;
+  merge_warps(share, shared);
+  if (splits > 1) merge_blocks(share, shared);
+  if (groups > 1) merge_groups(share, shared);
+}

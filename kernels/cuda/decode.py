@@ -1,0 +1,259 @@
+"""The host side of the Hopper decoding kernel, ``decode.cu``: which calls are its, what to compile, how to launch it.
+
+May import torch, ``nvrtc.py``, ``driver.py``, ``_torch.py`` and this folder. Imported by ``forward.py``, whose plans
+are of two kinds, and by the warm-up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ... import _torch, driver, nvrtc
+from .. import KernelUnavailable, launch_counts
+from . import decode_tiles
+from .decode_tiles import DecodeTile
+
+SOURCE = Path(__file__).parent / "decode.cu"
+ENTRY = "flash_decode"
+MAX_QUERIES = 16
+"""With more queries than these a call is no longer bound by reading keys and values."""
+
+launch_counts.setdefault(ENTRY, 0)
+
+_LOG2E = math.log2(math.e)
+_MAX_GRID_YZ = 65535
+
+
+class DecodeParams(ctypes.Structure):
+    """The kernel's last parameter, by value: THE layout, which ``struct DecodeParams`` in ``decode.cu`` repeats."""
+
+    _fields_ = [
+        ("query", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("logsumexp", ctypes.c_void_p),  # float32 [B, H, Sq], or null
+        ("workspace", ctypes.c_void_p),  # float32, and int32 zeros, left as zeros: where several clusters share keys
+        ("counters", ctypes.c_void_p),
+        ("query_stride_batch", ctypes.c_int64),  # in elements, as all strides
+        ("query_stride_head", ctypes.c_int64),
+        ("query_stride_row", ctypes.c_int64),
+        ("out_stride_batch", ctypes.c_int64),
+        ("out_stride_head", ctypes.c_int64),
+        ("out_stride_row", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int32),
+        ("group_size", ctypes.c_int32),
+        ("seqlen_q", ctypes.c_int32),
+        ("seqlen_k", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),  # the tensors' own, where HEAD_DIM is the next multiple of 16
+        ("head_dim_v", ctypes.c_int32),
+        ("splits", ctypes.c_int32),
+        ("groups", ctypes.c_int32),
+        ("tiles_each", ctypes.c_int32),  # key tiles of each block of a batch's key head; the first `more` have one more
+        ("more", ctypes.c_int32),
+        ("softmax_scale_log2", ctypes.c_float),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class DecodeSpecialisation(NamedTuple):
+    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256."""
+
+    head_dim: int
+    head_dim_v: int
+    is_bf16: bool
+    tile: DecodeTile
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """The macros that ``decode.cu`` is compiled with."""
+        tile = self.tile
+        return {
+            "HEAD_DIM": self.head_dim,
+            "HEAD_DIM_V": self.head_dim_v,
+            "ROW_TILES": tile.row_tiles,
+            "KEY_WARPS": tile.key_warps,
+            "BLOCK_N": tile.block_n,
+            "K_STAGES": tile.k_stages,
+            "V_STAGES": tile.v_stages,
+            "BLOCKS": tile.blocks,
+            "IS_BF16": int(self.is_bf16),
+        }
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.tile.shared_bytes(self.head_dim, self.head_dim_v)
+
+    @property
+    def source(self) -> nvrtc.Source:
+        """What to compile."""
+        headers = {path.name: path.read_text() for path in sorted(SOURCE.parent.glob("*.cuh"))}
+        return nvrtc.Source(ENTRY, SOURCE.read_text(), headers, self.defines, "sm_90a")
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The kernels in the binary."""
+        return (ENTRY,)
+
+    def compile(self) -> nvrtc.Binary:
+        """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
+        try:
+            return nvrtc.compile(self.source)
+        except (nvrtc.CompileError, OSError) as error:
+            raise KernelUnavailable(str(error)) from error
+
+
+def takes(batch: int, kv_heads: int, seqlen_q: int, queries_per_kv: int, is_causal: bool) -> bool:
+    """Is a call without a mask this kernel's, where the copy engine can walk its tensors?
+
+    A causal call is not: its mask is top-left aligned, so that so few queries see next to nothing.
+    """
+    few = seqlen_q <= MAX_QUERIES and seqlen_q * queries_per_kv <= decode_tiles.MAX_ROWS
+    return few and not is_causal and max(batch, kv_heads) <= _MAX_GRID_YZ
+
+
+def suits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> bool:
+    """The same of tensors."""
+    kv_heads = 1 if key.stride(1) == 0 and value.stride(1) == 0 else key.size(1)
+    return takes(query.size(0), kv_heads, query.size(2), query.size(1) // kv_heads, is_causal)
+
+
+class Chosen(NamedTuple):
+    """How a call is run: what to compile, blocks of a cluster, clusters that share the keys of a batch's key head."""
+
+    specialisation: DecodeSpecialisation
+    splits: int
+    groups: int
+
+
+def specialise(
+    head_dim: int, head_dim_v: int, dtype: torch.dtype, *, units: int, rows: int, seqlen_k: int, num_sms: int
+) -> Chosen:
+    """How a call of these sizes is run; arguments as of ``decode_tiles.choose``."""
+    padded, padded_v = (-(-size // 16) * 16 for size in (head_dim, head_dim_v))
+    # In steps of 16, so that a growing cache asks anew for every sixteenth length only.
+    tile, splits, groups = decode_tiles.choose(padded, padded_v, units, rows, -(-seqlen_k // 16) * 16, num_sms)
+    return Chosen(DecodeSpecialisation(padded, padded_v, dtype == torch.bfloat16, tile), splits, groups)
+
+
+class DecodePlan:
+    """The forward of all calls with these shapes, strides, dtype and scale on one device; only pointers are free.
+
+    chosen: what to do instead of what ``specialise`` says, for those who compare. Raises KernelUnavailable when it is
+    made; torch.OutOfMemoryError where the GPU has no room for the kernel's code.
+    """
+
+    __slots__ = ("_attributes", "_config", "_counters", "_device_index", "_frames", "_function", "_maps", "_params",
+                 "_workspace", "chosen")  # fmt: skip
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        softmax_scale: float,
+        num_sms: int,
+        chosen: Chosen | None = None,
+    ) -> None:
+        """As of ``forward.plan``, which has seen to it that the copy engine can walk the tensors."""
+        batch, heads, seqlen_q, head_dim = query.shape
+        seqlen_k, head_dim_v = value.shape[2:]
+        index = self._device_index = query.device.index
+        # Keys and values that are expanded over their heads are one head; the copy engine takes no stride of zero.
+        if key.stride(1) == 0 and value.stride(1) == 0:
+            key, value = key[:, :1], value[:, :1]
+        kv_heads = key.size(1)
+        group = heads // kv_heads
+        units = batch * kv_heads
+        chosen = chosen or specialise(
+            head_dim, head_dim_v, query.dtype, units=units, rows=seqlen_q * group, seqlen_k=seqlen_k, num_sms=num_sms
+        )
+        spec = chosen.specialisation
+        try:
+            self._function = ctypes.c_void_p(driver.load_function(spec.compile(), ENTRY, index, spec.shared_bytes))
+            block_n = spec.tile.block_n
+            self._maps = [
+                driver.TensorMaps(t.dtype, t.shape, t.stride(), block_n, t.data_ptr(), index) for t in (key, value)
+            ]
+            with torch.cuda.device(index):
+                driver.allow_large_clusters(self._function)
+                self._configure(kv_heads, batch, chosen)
+        except (driver.DriverError, OSError) as error:
+            raise KernelUnavailable(f"{ENTRY}: {error}") from error
+        tiles_each, more = divmod(-(-seqlen_k // block_n), self.chosen.splits * self.chosen.groups)
+        self._params = DecodeParams(
+            query_stride_batch=query.stride(0),
+            query_stride_head=query.stride(1),
+            query_stride_row=query.stride(2),
+            out_stride_batch=out.stride(0),
+            out_stride_head=out.stride(1),
+            out_stride_row=out.stride(2),
+            num_kv_heads=kv_heads,
+            group_size=group,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            splits=self.chosen.splits,
+            groups=self.chosen.groups,
+            tiles_each=tiles_each,
+            more=more,
+            softmax_scale_log2=softmax_scale * _LOG2E,
+        )
+        self._frames: list[driver.Frame] = []
+        # In numbers and in bytes; none where no clusters share keys.
+        results = units * self.chosen.splits * self.chosen.groups if self.chosen.groups > 1 else 0
+        fours = -(-seqlen_q * group * spec.head_dim_v // 4 // self.chosen.splits)
+        self._workspace = results * (4 * fours + 2 * 16 * spec.tile.row_tiles)
+        self._counters = 4 * units * self.chosen.splits if results else 0
+
+    def _configure(self, kv_heads: int, batch: int, chosen: Chosen) -> None:
+        """The launch, in clusters that the device, which may be a slice of a GPU, has room for."""
+        spec, splits, groups = chosen
+        while True:
+            self._attributes = driver.cluster_attributes(splits)
+            self._config = driver.LaunchConfig(
+                (splits * groups, kv_heads, batch), (spec.tile.num_threads, 1, 1), spec.shared_bytes, None,
+                ctypes.addressof(self._attributes), len(self._attributes),
+            )  # fmt: skip
+            self.chosen = Chosen(spec, splits, groups)
+            if splits == 1 or driver.max_active_clusters(self._function, self._config):
+                return
+            splits //= 2
+
+    def __call__(self, query, key, value, out, logsumexp, mask=None, dropout_seed=None) -> None:
+        """Launch on the current stream of the tensors' device. mask, dropout_seed: None, as of forward.py's plans."""
+        index = self._device_index
+        if driver.current_device() != index:
+            with torch.cuda.device(index):
+                return self(query, key, value, out, logsumexp)
+        maps_key, maps_value = self._maps
+        # These two stay referenced until the driver has copied them.
+        key_map = maps_key.get(key.data_ptr())
+        value_map = maps_value.get(value.data_ptr())
+        try:
+            frame = self._frames.pop()
+        except IndexError:
+            frame = driver.Frame([self._config], self._params, 2)
+        pointers, params = frame.pointers, frame.params
+        pointers[0], pointers[1] = key_map[0], value_map[0]
+        params.query, params.out = query.data_ptr(), out.data_ptr()
+        params.logsumexp = None if logsumexp is None else logsumexp.data_ptr()
+        launch_counts[ENTRY] += 1
+        stream = driver.current_stream(index)
+        workspace = None  # until the launch is under way
+        if self._workspace:
+            workspace = _torch.empty_float32(query, (self._workspace,), (1,))
+            params.workspace, params.counters = workspace.data_ptr(), driver.counters(index, stream, self._counters)
+        try:
+            driver.launch(frame.configs[0], self._function, frame.arguments, index, stream)
+        except driver.DriverError as error:
+            if error.is_refusal:
+                raise KernelUnavailable(f"{ENTRY}: {error}") from error
+            raise
+        self._frames.append(frame)

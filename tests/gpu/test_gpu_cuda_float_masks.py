@@ -1,0 +1,400 @@
+"""Float masks on the Hopper forward kernel, forced: values for every kind of mask, lists, and what must not leak.
+
+FLASHBACKEND_RANDOM_CALLS sets how many random calls are drawn (default 200 here).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common import (
+    Call,
+    block_pattern,
+    check,
+    expect,
+    expect_logsumexp,
+    simple_call,
+    tensor_in_layout,
+)
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.cuda_only,
+    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (compute capability 9.0)"),
+]
+RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "200"))
+CHUNK = 20
+HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
+ALIGNED_LAYOUTS = ("bhsd", "bshd", "sbhd", "packed")
+HEAD_DIMS = [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)]
+
+
+@pytest.fixture
+def hopper_ran(plugin):
+    """A context manager: the block must launch the Hopper kernel, on the forced backend, and Triton's forward not."""
+    from torch_flashbackend import ops
+
+    @contextlib.contextmanager
+    def forced():
+        ops.reset_launch_counts()
+        with plugin.sdpa_backend("cuda"):
+            yield
+        counts = ops.launch_counts()
+        assert counts.get("flash_forward") and counts.get("flash_mask_lists"), counts
+        assert "attention_forward" not in counts and "attention_decode" not in counts, counts
+
+    return forced
+
+
+@pytest.fixture
+def check_cuda(check_call):
+    """check_call on the forced cuda backend, whose forward must have run."""
+    from torch_flashbackend import ops
+
+    def run(call, *, grad=False, kernels=("math",)):
+        ops.reset_launch_counts()
+        results = check_call(call, backend="cuda", grad=grad, kernels=kernels)
+        counts = ops.launch_counts()
+        assert counts["flash_forward"] == 1 and "attention_forward" not in counts, counts
+        return results
+
+    return run
+
+
+def in_rows_of_16_bytes(mask: Tensor) -> Tensor:
+    """The same mask with rows that begin at multiples of 16 bytes; what is between them is NaN."""
+    pitch = -(-mask.size(3) * mask.element_size() // 16) * 16 // mask.element_size()
+    room = torch.full((*mask.shape[:3], pitch), torch.nan, dtype=mask.dtype, device=mask.device)
+    view = room[..., : mask.size(3)]
+    return view.copy_(mask)
+
+
+PATTERNS = ("causal", "window", "documents", "prefix", "padding", "random", "nothing", "upper", "dead rows")
+
+
+def pattern(name: str, seqlen_q: int, seqlen_k: int, seed: int = 0) -> Tensor:
+    """What is seen, [1, 1, seqlen_q, seqlen_k]."""
+    rows, keys = torch.arange(seqlen_q, device="cuda")[:, None], torch.arange(seqlen_k, device="cuda")[None, :]
+    chance = torch.rand((seqlen_q, seqlen_k), generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+    seen = {
+        "causal": keys <= rows,
+        "window": (keys <= rows) & (keys > rows - 100),
+        "documents": rows // 200 == keys // 200,
+        "prefix": (keys <= rows) | (keys < seqlen_k // 3),
+        "padding": (keys < seqlen_k - seqlen_k // 4).expand(seqlen_q, -1),
+        "random": chance < 0.5,
+        "nothing": chance > 2.0,
+        "upper": keys > rows + 30,  # the last rows see no key
+        "dead rows": (chance < 0.7) & (rows % 3 > 0),
+    }[name]
+    return seen[None, None].contiguous()
+
+
+KINDS = ("-inf", "lowest", "bias", "bias and lowest", "-10000")
+
+
+def float_mask(seen: Tensor, kind: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """What a model makes of it."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    mask = torch.zeros(seen.shape, device="cuda", dtype=dtype)
+    if kind.startswith("bias"):
+        mask = torch.randn(seen.shape, generator=generator, device="cuda").to(dtype)
+    hidden = {"-inf": -math.inf, "bias": -math.inf, "-10000": -10000.0}.get(kind, torch.finfo(dtype).min)
+    return in_rows_of_16_bytes(mask.masked_fill(~seen, hidden))
+
+
+# ---------------------------------------------------------------------------------------------------------------- lists
+
+
+def expected_lists(mask: Tensor, block_m: int, block_n: int) -> list[list[int]]:
+    """[full, visited, full tiles ..., mixed tiles ...] of each query tile of a mask [rows, keys]."""
+    lowest = torch.finfo(mask.dtype).min
+    found = []
+    for rows in mask.split(block_m):
+        padded = F.pad(rows, (0, -rows.size(1) % block_n), value=-math.inf)
+        hidden = padded == -math.inf
+        if bool((rows > -2.0).any(1).all()):  # each row has a number that is certainly larger than the lowest one
+            hidden |= padded == lowest
+        hidden, zero = (flags.unflatten(1, (-1, block_n)) for flags in (hidden, padded == 0.0))
+        full, empty = zero.all(2).all(0), hidden.all(2).all(0)
+        listed = [*full.nonzero()[:, 0].tolist(), *(~full & ~empty).nonzero()[:, 0].tolist()]
+        found.append([int(full.sum()), max(len(listed), 1), *(listed or [0])])
+    return found
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF, SINGLE])
+def test_lists_are_what_the_mask_says(dtype):
+    from torch_flashbackend import driver
+    from torch_flashbackend.kernels.cuda import forward
+
+    index = torch.cuda.current_device()
+    query_dtype = BFLOAT if dtype == SINGLE else dtype
+    for seqlen_q, seqlen_k, block in ((300, 1000, 64), (129, 1053, 128), (64, 17, 4), (1, 700, 64), (500, 9000, 256)):
+        call = simple_call(2, 3, seqlen_q, seqlen_k, 64, dtype=query_dtype)
+        for shape in ((2, 3, seqlen_q), (1, 3, seqlen_q), (2, 1, 1), (1, 1, 1)):
+            mask = block_pattern((*shape, seqlen_k), dtype, seqlen_k, block=block, device="cuda")
+            mask = in_rows_of_16_bytes(mask)
+            plan = forward.plan(call.query, call.key, call.value, torch.empty_like(call.query), False, False, 0.1, mask)
+            lists = plan._lists.make(mask, index, driver.current_stream(index)).tolist()
+            tile, params = plan.specialisation.tile, plan._lists.params
+            for batch in range(shape[0]):
+                for head in range(shape[1]):
+                    for number, wanted in enumerate(
+                        expected_lists(mask[batch, head].cpu(), tile.block_m, tile.block_n)
+                    ):
+                        first = batch * params.list_stride_batch + head * params.list_stride_head
+                        first += number * params.list_stride_tile
+                        assert lists[first : first + len(wanted)] == wanted, (shape, batch, head, number)
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("lengths", [(333, 500), (512, 512), (200, 1031)])
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_patterns(check_cuda, head_dims, lengths):
+    for number, name in enumerate(PATTERNS):
+        for kind in KINDS:
+            head_dim, head_dim_v = head_dims
+            mask = float_mask(pattern(name, *lengths), kind, BFLOAT, number)
+            check_cuda(simple_call(2, 2, *lengths, head_dim, head_dim_v=head_dim_v, seed=number, attn_mask=mask,
+                                   note=f"{name} {kind}"))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtypes", [(HALF, HALF), (BFLOAT, SINGLE), (HALF, SINGLE)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_dtypes(check_cuda, head_dim, dtypes):
+    dtype, mask_dtype = dtypes
+    for number, name in enumerate(PATTERNS):
+        for kind in KINDS[:4]:
+            mask = float_mask(pattern(name, 333, 397), kind, mask_dtype, number)
+            check_cuda(simple_call(1, 2, 333, 397, head_dim, dtype=dtype, seed=number, attn_mask=mask, note=kind))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients(check_cuda, kind, head_dim):
+    """The backward is Triton's: the logsumexp must mean to it what its own forward's does."""
+    for name in ("causal", "documents", "random", "nothing", "dead rows"):
+        for length, needs_mask in ((256, False), (500, True)):
+            mask = float_mask(pattern(name, length, length), kind, BFLOAT)
+            check_cuda(simple_call(2, 4, length, head_dim=head_dim, kv_heads=2, attn_mask=mask, mask_grad=needs_mask),
+                       grad=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lengths_around_tiles(check_cuda, head_dim):
+    for seqlen_q in (1, 2, 63, 65, 127, 129, 193, 257):
+        for seqlen_k in (1, 2, 7, 8, 63, 64, 65, 127, 129, 192, 257):
+            for kind in ("bias", "lowest"):
+                mask = float_mask(pattern("causal", seqlen_q, seqlen_k), kind, BFLOAT, seqlen_k)
+                check_cuda(simple_call(1, 2, seqlen_q, seqlen_k, head_dim, attn_mask=mask, seed=seqlen_k))
+
+
+OWN = [(b, h, q) for b in (True, False) for h in (True, False) for q in (True, False)]
+
+
+@pytest.mark.parametrize("shape", OWN, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (32, 8), (6, 1)])
+def test_broadcast_masks_and_grouped_queries(check_cuda, heads, kv_heads, shape):
+    """Which of batch, head and query the mask has of its own; broadcast by size and by expand."""
+    for dtype in (BFLOAT, SINGLE):
+        for lengths in ((200, 304), (256, 333)):
+            sizes = [size if own else 1 for size, own in zip((3, heads, lengths[0]), shape)]
+            mask = block_pattern((*sizes, lengths[1]), dtype, sum(sizes), block=32, device="cuda")
+            mask = in_rows_of_16_bytes(mask)
+            check_cuda(simple_call(3, heads, *lengths, 128, kv_heads=kv_heads, attn_mask=mask))
+            expanded = mask.expand(3, heads, *lengths)
+            check_cuda(simple_call(3, heads, *lengths, 128, kv_heads=kv_heads, attn_mask=expanded))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["causal", "random"])
+@pytest.mark.parametrize("descending", [False, True])
+def test_maximum_that_moves_through_the_keys(check_cuda, descending, name, head_dim):
+    """Every rescaling of the output counts: the scores, and then the mask, grow or shrink along the keys."""
+    call = simple_call(1, 2, 608, head_dim=head_dim, attn_mask=float_mask(pattern(name, 608, 608), "bias", BFLOAT))
+    growth = torch.linspace(6.0, 30.0, 608, device="cuda")
+    growth = growth.flip(0) if descending else growth
+    check_cuda(dataclasses.replace(call, key=(call.key.float() * growth[:, None]).to(BFLOAT)))
+    for factor in (1.0, 50.0, -400.0):
+        steep = call.attn_mask + (growth * factor).to(BFLOAT)
+        check_cuda(dataclasses.replace(call, attn_mask=steep))
+        check_cuda(dataclasses.replace(call, attn_mask=(growth * factor).to(BFLOAT)[None, None, None]))
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT, SINGLE])
+def test_numbers_near_the_lowest(check_cuda, dtype):
+    """Natural units: times log2(e) they would be -inf."""
+    lowest = torch.finfo(dtype).min
+    values = torch.tensor([lowest, lowest * 0.99, lowest / 2, -1e30, -3e5, -1e4, 0.0, 3.0], device="cuda").to(dtype)
+    generator = torch.Generator("cuda").manual_seed(3)
+    for count in range(1, len(values) + 1):
+        chosen = torch.randint(count, (1, 1, 300, 456), generator=generator, device="cuda")
+        for mask in (values[chosen], values[chosen[:, :, :1]]):
+            check_cuda(simple_call(1, 2, 300, 456, 64, attn_mask=mask), grad=True)
+
+
+def random_masked_call(seed: int) -> Call:
+    """Any lengths, GQA, layouts, broadcasts and patterns of blocks that the Hopper kernel takes."""
+    rng = random.Random(seed)
+    dtype = rng.choice((BFLOAT, BFLOAT, HALF))
+    batch, kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.choice([1, 1, 2, 4])
+
+    def length():
+        return rng.choice([1, 64, 127, 128, 192, 256, 512]) if rng.random() < 0.4 else rng.randint(2, 900)
+
+    seqlen_q = length()
+    seqlen_k = seqlen_q if rng.random() < 0.4 else length()
+    head_dim = rng.choice([64, 64, 128, 128, 256])
+    layouts = [rng.choice(ALIGNED_LAYOUTS) for _ in range(3)]
+    heads = kv_heads * group
+    sizes = [(heads, seqlen_q, head_dim), (kv_heads, seqlen_k, head_dim), (kv_heads, seqlen_k, head_dim)]
+    tensors = [
+        tensor_in_layout((batch, *size), layout, dtype, "cuda", 4 * seed + index)
+        for index, (size, layout) in enumerate(zip(sizes, layouts))
+    ]
+    shape = (rng.choice([1, batch]), rng.choice([1, heads]), rng.choice([1, seqlen_q, seqlen_q]), seqlen_k)
+    mask_dtype = rng.choice((dtype, dtype, SINGLE))
+    mask = block_pattern(shape, mask_dtype, seed, block=rng.choice([1, 16, 64, 64, 128, 256]), device="cuda")
+    return Call(
+        *tensors, attn_mask=in_rows_of_16_bytes(mask), scale=rng.choice([None, None, 0.5, 1.0, 0.01]),
+        enable_gqa=group > 1, note=f"random masked call {seed} ({', '.join(layouts)})",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("first", range(0, RANDOM_CALLS, CHUNK))
+def test_random_calls(check_cuda, first):
+    for seed in range(first, min(first + CHUNK, RANDOM_CALLS)):
+        check_cuda(random_masked_call(seed), grad=seed % 4 == 0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_logsumexp(plugin, hopper_ran, note, head_dim):
+    for name in ("causal", "random", "dead rows", "nothing"):
+        for kind in ("-inf", "lowest", "bias"):
+            lengths = 333, 336
+            mask = float_mask(pattern(name, *lengths), kind, BFLOAT)
+            call = simple_call(2, 4, *lengths, head_dim, kv_heads=2, attn_mask=mask)
+            arguments = call.query, call.key, call.value, call.attn_mask
+            with hopper_ran():
+                out, logsumexp = plugin.attention(*arguments, enable_gqa=True, return_lse=True)
+            note(check({"out": out}, expect(call), None, call.describe()))
+            expected = expect_logsumexp(call)
+            unseen = expected.values["logsumexp"] == -math.inf
+            assert torch.equal(logsumexp == -math.inf, unseen)
+            expected.values["logsumexp"].masked_fill_(unseen, 0.0)
+            note(check({"logsumexp": logsumexp.masked_fill(unseen, 0.0)}, expected, None, call.describe()))
+            with hopper_ran():  # another kernel, without the logsumexp: the same output, bit by bit
+                assert torch.equal(F.scaled_dot_product_attention(*arguments, enable_gqa=True), out)
+
+
+# ------------------------------------------------------------------------------------ what is not seen and not written
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["-inf", "bias"])
+def test_nan_in_keys_that_the_mask_hides_does_not_leak(hopper_ran, note, head_dim, kind):
+    """In mixed tiles: columns that nobody sees beside others."""
+    for length in (320, 333):
+        seen = pattern("random", length, length)
+        seen[..., 5::7] = False
+        call = simple_call(1, 2, length, head_dim=head_dim, attn_mask=float_mask(seen, kind, BFLOAT))
+        key = call.key.clone()
+        key[:, :, 5::14] = torch.nan
+        key[:, :, 12::14] = torch.inf
+        with hopper_ran():
+            out = dataclasses.replace(call, key=key).run()
+        note(check({"out": out}, expect(call), None, "NaN in hidden keys"))
+
+
+def test_nan_in_query_or_mask_makes_its_row_nan_and_no_other(hopper_ran):
+    call = simple_call(1, 2, 300, 304, head_dim=64, attn_mask=float_mask(pattern("causal", 300, 304), "bias", BFLOAT))
+    query, mask = call.query.clone(), call.attn_mask.clone()
+    query[:, :, 77] = torch.nan
+    mask[:, :, 78, 3] = torch.nan
+    with hopper_ran():
+        clean, out = call.run(), dataclasses.replace(call, query=query, attn_mask=mask).run()
+    assert out[:, :, 77:79].isnan().all()
+    rest = torch.tensor([row for row in range(300) if row not in (77, 78)], device="cuda")
+    assert out[:, :, rest].isfinite().all()
+    assert (out[:, :, rest] - clean[:, :, rest]).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("kind", ["-inf", "lowest"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_that_nobody_sees_are_not_visited(hopper_ran, head_dim, kind):
+    seen = pattern("documents", 1024, 1024)
+    seen[..., 256:384] = False
+    seen[..., 0] = True  # every row has a key
+    call = simple_call(1, 2, 1024, head_dim=head_dim, attn_mask=float_mask(seen, kind, BFLOAT))
+    with hopper_ran():
+        clean = call.run()
+        call.key[:, :, 256:384] = call.value[:, :, 256:384] = torch.nan
+        assert torch.equal(call.run(), clean)
+
+
+@pytest.mark.parametrize("name", ["causal", "random"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_results_repeat_bit_by_bit_under_load(hopper_ran, head_dim, name):
+    """The check for races that racecheck does not see: copies into a stage that something still reads."""
+    mask = float_mask(pattern(name, 1000, 1336), "bias", BFLOAT)
+    call = simple_call(4, 16, 1000, 1336, head_dim, attn_mask=mask)
+    other = torch.randn(4096, 4096, device="cuda", dtype=BFLOAT)
+    stream = torch.cuda.Stream()
+    with hopper_ran():
+        first = call.run()
+        torch.cuda.synchronize()
+        for turn in range(40):
+            if turn % 3 == 0:
+                with torch.cuda.stream(stream):
+                    other @ other
+            assert torch.equal(call.run(), first), turn
+    torch.cuda.synchronize()
+
+
+def test_a_captured_graph_lists_the_mask_of_each_replay(hopper_ran, note):
+    call = simple_call(2, 4, 512, head_dim=128, attn_mask=float_mask(pattern("causal", 512, 512), "lowest", BFLOAT))
+    with hopper_ran():
+        call.run()
+    graph = torch.cuda.CUDAGraph()
+    with hopper_ran(), torch.cuda.graph(graph):
+        out = call.run()
+    for name, kind in (("window", "-inf"), ("nothing", "lowest"), ("random", "bias"), ("causal", "lowest")):
+        call.attn_mask.copy_(float_mask(pattern(name, 512, 512), kind, BFLOAT))
+        out.fill_(torch.nan)
+        graph.replay()
+        note(check({"out": out}, expect(call), None, f"replay with {name}"))
+
+
+@pytest.mark.parametrize("change", ["one byte on", "odd rows", "one column", "transposed"])
+def test_masks_that_the_copy_engine_cannot_walk_run_on_triton(check_call, change):
+    from torch_flashbackend import ops
+
+    mask = torch.randn(1, 1, 200, 304, device="cuda", dtype=BFLOAT)
+    if change == "one byte on":
+        room = torch.empty(mask.numel() + 1, device="cuda", dtype=BFLOAT)[1:].view(mask.shape)
+        mask = room.copy_(mask)
+    elif change == "odd rows":
+        mask = torch.randn(1, 1, 200, 307, device="cuda", dtype=BFLOAT)[..., :304]
+    elif change == "one column":
+        mask = mask[..., :1]
+    else:
+        mask = mask.mT.contiguous().mT
+    call = simple_call(1, 2, 200, 304, 64)
+    ops.reset_launch_counts()
+    with torch.no_grad():
+        out = torch.ops.flashbackend.attention(
+            call.query, call.key, call.value, mask, None, 0.0, False, 0.125, "query", "cuda"
+        )  # fmt: skip
+    assert "flash_forward" not in ops.launch_counts()
+    check({"out": out}, expect(dataclasses.replace(call, attn_mask=mask)), None, change)

@@ -1,0 +1,452 @@
+"""The Hopper backward of calls with a bool mask, forced: lists and bits, gradients against float64, what must not leak.
+
+FLASHBACKEND_RANDOM_CALLS sets how many random calls are drawn (default 100 here).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import random
+
+import pytest
+import torch
+from test_gpu_cuda_backward import deterministic, hopper, use_form
+from test_gpu_cuda_masks import (
+    ALIGNED_LAYOUTS,
+    DTYPES,
+    MASK_LAYOUTS,
+    MASK_SHAPES,
+    PATTERNS,
+    mask_in_layout,
+    pattern,
+    pytestmark,
+)
+from torch import Tensor
+
+from common import (
+    Call,
+    block_pattern,
+    check,
+    expect,
+    gradient_for,
+    results_of,
+    simple_call,
+    stock_results,
+    tensor_in_layout,
+)
+
+__all__ = ["hopper", "pytestmark"]  # a fixture and the marks of this file too
+
+RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "100"))
+CHUNK = 20
+
+
+@pytest.fixture
+def check_gradients(plugin, hopper, note):
+    """Judges a call's gradients; grad_out may be given, else it is random."""
+
+    def run(call: Call, grad_out: Tensor | None = None) -> dict[str, Tensor]:
+        grad_out = gradient_for(call) if grad_out is None else grad_out
+        plugin.disable()
+        stock = stock_results(call, grad_out.clone(memory_format=torch.contiguous_format), ("efficient", "math"))
+        expected = expect(call, grad_out)
+        plugin.enable()
+        with hopper():
+            results = results_of(call, grad_out)
+        note(check(results, expected, stock, call.describe()))
+        return results
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------- lists and bits
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "odd rows", "transposed"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lists_and_bits_are_what_the_mask_says(head_dim, layout):
+    from torch_flashbackend import driver
+    from torch_flashbackend.kernels.cuda import backward
+
+    index = torch.cuda.current_device()
+    thread, score = torch.arange(256)[:, None], torch.arange(32)
+    key = thread // 32 * 16 + thread % 32 // 4 + 8 * (score // 2 % 2)
+    row = 8 * (score // 4) + 2 * (thread % 4) + score % 2
+    for seqlen_q, seqlen_k, block in ((300, 1000, 64), (129, 1056, 128), (64, 17, 4), (1, 700, 64)):
+        call = simple_call(2, 3, seqlen_q, seqlen_k, head_dim)
+        lse = torch.empty(call.query.shape[:3], device="cuda")
+        for shape in ((2, 3, seqlen_q), (2, 1, 1)):
+            seen = block_pattern((*shape, seqlen_k), torch.bool, seqlen_k, block=block, device="cuda")
+            mask = mask_in_layout(seen, layout)
+            plan = backward.Plan(
+                call.query, call.key, call.value, call.query, lse, call.query, call.query, call.key, call.value,
+                False, 0.1, True, mask=mask,
+            )  # fmt: skip
+            lists, block_m = plan._mask, plan.specialisation.tile.block_m
+            memory = lists.make(mask, index, driver.current_stream(index)).memory.cpu()
+            numbers, words = lists.numbers, block_m * 4
+            q_tiles, k_tiles = math.ceil(seqlen_q / block_m), math.ceil(seqlen_k / 128)
+            for batch, head in ((0, 0), (1, 2), (0, 1)):
+                rows = seen.expand(2, 3, seqlen_q, -1)[batch, head].cpu()
+                # Rows past the end see what the last one sees, of keys past the end nothing is seen.
+                rows = torch.cat((rows, rows[-1:].expand(q_tiles * block_m - seqlen_q, -1)))
+                tiles = torch.zeros(q_tiles * block_m, k_tiles * 128, dtype=torch.bool)
+                tiles[:, :seqlen_k] = rows
+                tiles = tiles.view(q_tiles, block_m, k_tiles, 128)
+                some, every = tiles.any(3).any(1), tiles.all(3).all(1)
+                plane = batch * numbers["plane_stride_batch"] + head * numbers["plane_stride_head"]
+                for k_tile in range(k_tiles):
+                    number = plane * k_tiles + k_tile
+                    listed = memory[lists._lists_at + number * (2 + q_tiles) :].tolist()
+                    entries = listed[1 : 1 + listed[0]]
+                    assert [entry & 0xFFFF for entry in entries] == some[:, k_tile].nonzero()[:, 0].flip(0).tolist()
+                    assert listed[1 + listed[0]] == -1
+                    for entry in entries:
+                        q_tile = entry & 0xFFFF
+                        assert entry >> 16 & 0x7FFF == some[q_tile, :k_tile].sum()
+                        assert (entry < 0) == (not every[q_tile, k_tile])
+                        if entry < 0:
+                            at = number * numbers["q_tiles"] + (q_tile if numbers["q_tiles"] > 1 else 0)
+                            bits = memory[at * words : (at + 1) * words].view(-1, 256, 1) >> score & 1
+                            expected = tiles[q_tile, :, k_tile].view(-1, 64, 128)[:, row, key]
+                            assert torch.equal(bits.bool(), expected)
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (128, 128), (40, 40), (96, 64), (112, 112)], ids=str)
+def test_patterns(check_gradients, monkeypatch, head_dims, persistent):
+    use_form(monkeypatch, persistent)
+    for number, name in enumerate(PATTERNS):
+        lengths = ((333, 500), (512, 512), (1000, 1008), (700, 129))[number % 4]
+        check_gradients(
+            simple_call(
+                2, 2, *lengths, head_dims[0], head_dim_v=head_dims[1], dtype=DTYPES[number % 2], seed=number,
+                attn_mask=pattern(name, *lengths), note=name,
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", range(8, 129, 8))
+def test_head_dim(check_gradients, head_dim):
+    check_gradients(simple_call(2, 3, 333, 400, head_dim, attn_mask=pattern("dead rows", 333, 400)))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seqlen_q", [1, 63, 64, 65, 127, 128, 129, 257])
+def test_lengths_around_tiles(check_gradients, monkeypatch, seqlen_q, head_dim, persistent):
+    use_form(monkeypatch, persistent)
+    for seqlen_k in (1, 17, 127, 128, 129, 257):
+        mask = pattern("causal" if seqlen_k % 2 else "dead rows", seqlen_q, seqlen_k, seed=seqlen_k)
+        check_gradients(simple_call(1, 2, seqlen_q, seqlen_k, head_dim, attn_mask=mask, seed=seqlen_k))
+
+
+@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 1)])
+def test_broadcast_masks_and_grouped_queries(check_gradients, heads, kv_heads, shape):
+    """Which dimensions the mask has of its own: batch, head, query, key."""
+    for head_dim in (64, 128):
+        lengths = (200, 304)
+        sizes = [size if own else 1 for size, own in zip((3, heads, *lengths), shape)]
+        mask = torch.rand(sizes, generator=torch.Generator("cuda").manual_seed(sum(sizes)), device="cuda") < 0.6
+        check_gradients(simple_call(3, heads, *lengths, head_dim, kv_heads=kv_heads, attn_mask=mask))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("shape", [(1, 1, 2048, 2048), (1, 2, 600, 3000), (1, 2, 3000, 600)])
+def test_long_sequences(check_gradients, shape, head_dim):
+    for name in ("causal", "window", "checkerboard", "random"):
+        check_gradients(simple_call(*shape, head_dim, attn_mask=pattern(name, *shape[2:]), note=name))
+
+
+@pytest.mark.parametrize("layout", MASK_LAYOUTS)
+def test_layouts_of_the_mask(check_gradients, layout):
+    seen = block_pattern((2, 3, 200, 190), torch.bool, 5, block=48, device="cuda")
+    for head_dim in (64, 128):
+        check_gradients(simple_call(2, 3, 200, 190, head_dim, attn_mask=mask_in_layout(seen, layout)))
+
+
+@pytest.mark.parametrize("shift", [-200.0, 200.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_far_from_zero(check_gradients, head_dim, shift):
+    """Hidden scores, and those of keys past the end, must not count however large they are."""
+    call = simple_call(1, 2, 190, 190, head_dim, attn_mask=pattern("dead rows", 190, 190))
+    query, key = call.query.clone(), call.key.clone()
+    query[..., 0], key[..., 0] = shift, 8.0
+    check_gradients(dataclasses.replace(call, query=query, key=key, scale=1.0))
+
+
+def random_masked_call(seed: int) -> tuple[Call, Tensor]:
+    """Any lengths, GQA, layouts, broadcasts and patterns of blocks that the Hopper backward takes."""
+    rng = random.Random(seed)
+    dtype = rng.choice(DTYPES)
+    # Many batches: more tiles of keys than multiprocessors, so persistent blocks do several.
+    batch, kv_heads, group = rng.choice([1, 2, 3, 40]), rng.choice([1, 2, 4]), rng.choice([1, 1, 2, 4])
+    longest = 900 if batch < 40 else 200
+
+    def length() -> int:
+        return rng.choice([1, 64, 127, 128, 192]) if rng.random() < 0.3 else rng.randint(1, longest)
+
+    seqlen_q = length()
+    seqlen_k = seqlen_q if rng.random() < 0.4 else length()
+    head_dim = rng.choice([64, 128, 8 * rng.randint(1, 16)])
+    layouts = [rng.choice(ALIGNED_LAYOUTS) for _ in range(4)]
+    heads = kv_heads * group
+    sizes = [(heads, seqlen_q), (kv_heads, seqlen_k), (kv_heads, seqlen_k), (heads, seqlen_q)]
+    *tensors, grad_out = [
+        tensor_in_layout((batch, *size, head_dim), layout, dtype, "cuda", 4 * seed + index)
+        for index, (size, layout) in enumerate(zip(sizes, layouts))
+    ]
+    shape = (rng.choice([1, batch]), rng.choice([1, heads]), rng.choice([1, seqlen_q, seqlen_q]), seqlen_k)
+    seen = block_pattern(shape, torch.bool, seed, block=rng.choice([1, 16, 64, 128, 256]), device="cuda")
+    layout = rng.choice(MASK_LAYOUTS)
+    call = Call(
+        *tensors, attn_mask=mask_in_layout(seen, layout), scale=rng.choice([None, None, 0.5, 0.01]),
+        enable_gqa=group > 1, note=f"random masked call {seed} ({', '.join(layouts)}; mask {layout})",
+    )  # fmt: skip
+    return call, grad_out
+
+
+@pytest.mark.parametrize("first", range(0, RANDOM_CALLS, CHUNK))
+def test_random_calls(check_gradients, monkeypatch, first):
+    """The two forms of the main kernel in turn."""
+    for seed in range(first, min(first + CHUNK, RANDOM_CALLS)):
+        use_form(monkeypatch, persistent=seed % 2 == 0)
+        check_gradients(*random_masked_call(seed))
+
+
+# ------------------------------------------------------------------------------------ what is not seen and not written
+
+
+def gradients_of(call: Call, out: Tensor, logsumexp: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
+    from torch_flashbackend import ops
+
+    return ops._gradients_cuda(
+        grad_out, call.query, call.key, call.value, call.attn_mask, out, logsumexp, None, 0.0, False,
+        call.softmax_scale, (True, True, True, False), "cuda",
+    )[:3]  # fmt: skip
+
+
+def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], ordered: bool) -> bool:
+    """Bit by bit, but for the query's gradient where additions to it have no order."""
+    close = ordered or torch.allclose(found[0].float(), expected[0].float(), rtol=0.02, atol=0.02)
+    return close and all(torch.equal(*pair) for pair in list(zip(found, expected))[0 if ordered else 1 :])
+
+
+def ordered_where_possible(head_dim: int):
+    """Deterministic mode, which masks have at these head dimensions alone."""
+    return deterministic() if head_dim <= 112 else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("head_dim", [64, 112, 128])
+def test_nan_in_hidden_keys_and_values_does_not_leak(plugin, hopper, head_dim):
+    """Columns that nobody sees, in mixed tiles: only the query's gradient may be NaN, by 0 times a key."""
+    for length in (320, 333):
+        seen = pattern("random", length, length)
+        seen[..., 5::7] = False
+        call = simple_call(1, 2, length, head_dim=head_dim, attn_mask=seen)
+        grad_out = gradient_for(call)
+        with hopper(), ordered_where_possible(head_dim):
+            out, logsumexp = plugin.attention(call.query, call.key, call.value, seen, return_lse=True)
+            clean = gradients_of(call, out, logsumexp, grad_out)
+            key, value = call.key.clone(), call.value.clone()
+            value[:, :, 5::14], value[:, :, 12::14] = torch.nan, torch.inf
+            dirty = gradients_of(dataclasses.replace(call, value=value), out, logsumexp, grad_out)
+            assert same(dirty, clean, head_dim <= 112)
+            key[:, :, 5::14], key[:, :, 12::14] = torch.nan, -torch.inf
+            dirty = gradients_of(dataclasses.replace(call, key=key, value=value), out, logsumexp, grad_out)
+            assert same((clean[0], *dirty[1:]), clean, True)
+        assert not clean[1][:, :, 5::7].any() and not clean[2][:, :, 5::7].any()
+
+
+@pytest.mark.parametrize("head_dim", [64, 112, 128])
+def test_tiles_that_nobody_sees_are_not_visited(hopper, head_dim):
+    seen = pattern("documents", 1024, 1024)
+    seen[..., 256:384] = False
+    call = simple_call(1, 2, 1024, head_dim=head_dim, attn_mask=seen)
+    grad_out = gradient_for(call)
+    names = ("query", "key", "value")
+    with hopper(), ordered_where_possible(head_dim):
+        clean = results_of(call, grad_out)
+        call.key[:, :, 256:384] = call.value[:, :, 256:384] = torch.nan
+        dirty = results_of(call, grad_out)
+    assert torch.equal(dirty["out"], clean["out"])
+    assert same(tuple(dirty[n] for n in names), tuple(clean[n] for n in names), head_dim <= 112)
+
+
+@pytest.mark.parametrize("head_dim", [64, 112, 128])
+@pytest.mark.parametrize("name", ["dead rows", "upper", "nothing", "one row", "one column", "sparse"])
+def test_rows_and_columns_that_see_nothing_have_gradients_of_zero(hopper, name, head_dim):
+    """And every element is written: deterministic mode fills new tensors with NaN."""
+    call = simple_call(2, 2, 300, 333, head_dim, attn_mask=pattern(name, 300, 333))
+    rows, columns = call.attn_mask.any(-1)[0, 0], call.attn_mask.any(-2)[0, 0]
+    for mode in (False, True) if head_dim <= 112 else (False,):
+        torch.use_deterministic_algorithms(mode)
+        try:
+            with hopper():
+                results = results_of(call, gradient_for(call))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert all(result.isfinite().all() for result in results.values())
+        assert not results["query"][:, :, ~rows].any()
+        assert not results["key"][:, :, ~columns].any() and not results["value"][:, :, ~columns].any()
+
+
+# ------------------------------------------------------------------------------------------------ repetition and graphs
+
+
+@pytest.mark.parametrize("name", ["causal", "random", "window", "checkerboard"])
+@pytest.mark.parametrize("head_dim", [64, 96, 112])
+def test_deterministic_mode_repeats_bit_by_bit(hopper, note, head_dim, name):
+    call = simple_call(2, 8, 700, 1000, head_dim, kv_heads=4, attn_mask=pattern(name, 700, 1000))
+    grad_out = gradient_for(call)
+    with hopper(), deterministic():
+        first = results_of(call, grad_out)
+        for _ in range(10):
+            again = results_of(call, grad_out)
+            assert all(torch.equal(again[name], first[name]) for name in first)
+    note(check(first, expect(call, grad_out), None, call.describe()))
+
+
+def test_a_captured_graph_lists_the_mask_of_each_replay(hopper, note):
+    call = simple_call(2, 4, 512, head_dim=128, attn_mask=pattern("causal", 512, 512))
+    grad_out = gradient_for(call)
+    with hopper():
+        results_of(call, grad_out)
+    graph = torch.cuda.CUDAGraph()
+    leaves = call.leaves()
+    with hopper(), torch.cuda.graph(graph):
+        inputs = leaves.differentiable()
+        grads = torch.autograd.grad(leaves.run(), list(inputs.values()), grad_out)
+    for name in ("window", "nothing", "random", "causal"):
+        call.attn_mask.copy_(pattern(name, 512, 512))
+        leaves.attn_mask.copy_(call.attn_mask)
+        for grad in grads:
+            grad.fill_(torch.nan)
+        graph.replay()
+        note(check(dict(zip(inputs, grads)), expect(call, grad_out), None, f"replay with {name}"))
+
+
+@pytest.mark.parametrize("name", ["causal", "padding"])
+def test_memory_is_at_most_stocks(plugin, hopper, name):
+    mask = pattern(name, 4096, 4096).expand(2, 1, -1, -1).contiguous()
+    leaves = [torch.randn(2, 16, 4096, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+    def peak() -> int:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
+        torch.autograd.grad(out.sum(), leaves)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    plugin.disable()
+    peak()
+    stock = peak()
+    plugin.enable()
+    with hopper():
+        peak()
+        assert peak() <= stock
+
+
+# -------------------------------------------------------------------------------------------------------------- dropout
+
+
+def errors(grads: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
+    """Of each gradient: the norm of the error over that of what is right."""
+    return [
+        (torch.linalg.vector_norm(grad.double() - right) / torch.linalg.vector_norm(right)).item()
+        for grad, right in zip(grads, expected, strict=True)
+    ]
+
+
+def dropout_gradients(call: Call, dropout_p: float, seed: int) -> dict[str, tuple[Tensor, ...]]:
+    """By backend, with the same dropout."""
+    from torch_flashbackend import ops
+
+    grad_out, dropout_seed = gradient_for(call), torch.tensor([seed << 40 | seed], device="cuda")
+    scale, wanted = call.softmax_scale, (True, True, True, False)
+    options = call.attn_mask, dropout_seed, dropout_p, call.is_causal, scale
+    out, logsumexp = ops._attention_forward_cuda(call.query, call.key, call.value, *options, "query", "triton")
+    saved = grad_out, call.query, call.key, call.value, call.attn_mask, out, logsumexp, dropout_seed
+    return {
+        backend: ops._gradients_cuda(*saved, dropout_p, call.is_causal, scale, wanted, backend)[:3]
+        for backend in ("triton", "cuda")
+    }
+
+
+def judge_dropout(call: Call, dropout_p: float, seed: int, found: dict[str, tuple[Tensor, ...]]) -> None:
+    """No further from float64's than twice Triton's own."""
+    from torch_flashbackend import reference
+
+    dropout_seed = torch.tensor([seed << 40 | seed], device="cuda")
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (call.query, call.key, call.value)]
+    right = reference.attention(
+        *leaves, call.attn_mask, dropout_p, call.is_causal, call.softmax_scale, dropout_seed
+    )  # fmt: skip
+    expected = torch.autograd.grad(right, leaves, gradient_for(call).double())
+    for error, of_triton in zip(errors(found["cuda"], expected), errors(found["triton"], expected), strict=True):
+        assert error <= 2.0 * of_triton + 1e-3, (call.describe(), error, of_triton)
+
+
+def check_dropout(call: Call, dropout_p: float, seed: int = 5) -> None:
+    judge_dropout(call, dropout_p, seed, dropout_gradients(call, dropout_p, seed))
+
+
+@pytest.fixture
+def hopper_backward_ran(plugin):
+    """What the test calls must be the Hopper backward."""
+    from torch_flashbackend import ops
+
+    ops.reset_launch_counts()
+    yield
+    counts = ops.launch_counts()
+    assert counts.get("flash_backward") and counts.get("flash_dropout_keys"), counts
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 96, 40, 72])
+def test_dropout(hopper_backward_ran, head_dim, is_causal, dropout_p):
+    for number, lengths in enumerate(((128, 128), (333, 500), (1000, 260), (513, 1024))):
+        call = simple_call(2, 4, *lengths, head_dim, kv_heads=2 if number % 2 else 4, dtype=DTYPES[number % 2],
+                           is_causal=is_causal, seed=number)  # fmt: skip
+        check_dropout(call, dropout_p, seed=number + 1)
+
+
+@pytest.mark.parametrize("name", ["causal", "random", "window", "dead rows"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dropout_beside_a_mask(hopper_backward_ran, head_dim, name):
+    call = simple_call(2, 4, 333, 500, head_dim, kv_heads=2, attn_mask=pattern(name, 333, 500))
+    check_dropout(call, 0.2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic_dropout_repeats_bit_by_bit(hopper_backward_ran, head_dim):
+    call = simple_call(2, 8, 700, 1000, head_dim, is_causal=True)
+    with deterministic():
+        first = dropout_gradients(call, 0.1, 5)
+        for _ in range(5):
+            again = dropout_gradients(call, 0.1, 5)["cuda"]
+            assert all(torch.equal(*pair) for pair in zip(again, first["cuda"]))
+    judge_dropout(call, 0.1, 5, first)
+
+
+def test_dropping_everything_leaves_no_gradient(hopper_backward_ran):
+    from torch_flashbackend import ops
+
+    call = simple_call(1, 2, 200, head_dim=128)
+    seed = torch.tensor([3], device="cuda")
+    arguments = call.query, call.key, call.value, None
+    out, logsumexp = ops._attention_forward_cuda(*arguments, seed, 1.0, False, 0.1, "query", "triton")
+    grads = ops._gradients_cuda(
+        gradient_for(call), *arguments, out, logsumexp, seed, 1.0, False, 0.1, (True, True, True, False), "cuda"
+    )
+    assert not any(grad.any() for grad in grads[:3])
