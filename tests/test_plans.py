@@ -68,37 +68,39 @@ def hopper(monkeypatch):
     """Kernels that compute on the CPU; `made` and `ran`: plans made, and those called."""
     found = SimpleNamespace(made=[], ran=[])
 
-    def plan(query, key, value, out, write_lse, is_causal, scale):
+    def plan(query, key, value, out, write_lse, is_causal, scale, mask=None, dropout_p=0.0):
         found.made.append("forward")
+        assert mask is None or mask.dim() == 4
 
-        def call(query, key, value, out, logsumexp):
+        def call(query, key, value, out, logsumexp, mask=None, seed=None):
             found.ran.append("forward")
-            result, rows = reference.attention(query, key, value, None, 0.0, is_causal, scale, return_lse=True)
+            result, rows = reference.attention(query, key, value, mask, 0.0, is_causal, scale, return_lse=True)
             out.copy_(result)
             if logsumexp is not None:
                 logsumexp.copy_(rows)
 
         return call
 
-    def backward(grad_out, query, key, value, out, lse, is_causal, scale, *grads, deterministic=False):
+    def backward(grad_out, query, key, value, out, lse, is_causal, scale, grad_query, grad_key, grad_value,
+                 deterministic, mask, dropout_p, seed):  # fmt: skip
         found.made.append("backward")
-        *grads, _ = grads
+        assert mask is None or mask.dim() == 4
 
-        def call(query, key, value, out, lse, grad_out, *grads):
+        def call(query, key, value, out, lse, grad_out, grad_query, grad_key, grad_value, mask, seed):
             found.ran.append("backward")
             wanted = reference.attention_backward(
-                grad_out, query, key, value, None, 0.0, is_causal, scale, None, out, lse
+                grad_out, query, key, value, mask, dropout_p, is_causal, scale, seed, out, lse
             )
-            for grad, like in zip(grads, wanted):
+            for grad, like in zip((grad_query, grad_key, grad_value), wanted):
                 if grad is not None:
                     grad.copy_(like)
 
-        call(query, key, value, out, lse, grad_out, *grads)
+        call(query, key, value, out, lse, grad_out, grad_query, grad_key, grad_value, mask, seed)
         return call
 
     stand_in = SimpleNamespace(
-        backward=backward, suits=hopper_backward.suits, sums_fit=hopper_backward.sums_fit, recent=plans.Recent(),
-        Repeat=hopper_backward.Repeat,
+        backward=backward, suits=hopper_backward.suits, sums_fit=hopper_backward.sums_fit,
+        extras_fit=hopper_backward.extras_fit, recent=plans.Recent(), Repeat=hopper_backward.Repeat,
     )  # fmt: skip
     monkeypatch.setattr(ops, "_hopper", lambda: SimpleNamespace(plan=plan))
     monkeypatch.setattr(ops, "_hopper_backward", lambda: stand_in)
@@ -119,10 +121,10 @@ def leaves(*wanted, layout=lambda t: t):
     return [layout(sample(1, 2, 8, 16, seed=i)).requires_grad_(need) for i, need in enumerate(wanted or (True,) * 3)]
 
 
-def assert_equals_reference(out, inputs, grad_out, grads, is_causal, scale):
+def assert_equals_reference(out, inputs, grad_out, grads, is_causal, scale, mask=None):
     twins = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
     expected = reference.attention(
-        *twins, None, 0.0, is_causal, reference.default_scale(16) if scale is None else scale
+        *twins, mask, 0.0, is_causal, reference.default_scale(16) if scale is None else scale
     )
     torch.testing.assert_close(out, expected)
     wanted = [twin for twin in twins if twin.requires_grad]
@@ -144,6 +146,67 @@ def test_forward_and_backward_are_prepared_once(hopper, wanted, layout):
         assert_equals_reference(out, inputs, grad_out, grads, True, None)
     assert hopper.made == ["forward", "backward"]
     assert hopper.ran == ["forward", "backward"] * 3
+
+
+def masks_of(turn, *shape):
+    """A new bool mask each turn, at a multiple of 16 bytes, that leaves each row a key."""
+    mask = sample(*shape, seed=40 + turn).ge_(0.0).to(torch.bool)
+    mask[..., 0] = True
+    return mask
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (1, 1, 1, 8), (1, 2, 8, 8)])
+def test_calls_with_a_bool_mask_are_prepared_once(hopper, shape):
+    run = ops.HopperRun(needs_grad=True)
+    for turn in range(3):
+        inputs, mask = leaves(), masks_of(turn, *shape)
+        out = run(*inputs, mask)
+        grad_out = sample(1, 2, 8, 16, seed=turn + 5)
+        grads = torch.autograd.grad(out, inputs, grad_out)
+        assert_equals_reference(out, inputs, grad_out, grads, False, None, mask)
+    assert hopper.made == ["forward", "backward"]
+    assert hopper.ran == ["forward", "backward"] * 3
+    run = ops.HopperRun(needs_grad=False)
+    for turn in range(2):
+        inputs, mask = [tensor.detach() for tensor in leaves()], masks_of(turn, *shape)
+        torch.testing.assert_close(run(*inputs, mask), reference.attention(*inputs, mask, 0.0, False, 0.25))
+    assert hopper.made[2:] == ["forward"]
+
+
+def test_a_mask_is_not_taken_for_another(hopper):
+    """A backward is found again for masks of one shape and strides, and never for a call without."""
+    run = {shape: ops.HopperRun(needs_grad=True) for shape in ((8, 8), (1, 8), None)}
+    for shape in ((8, 8), None, (1, 8), (8, 8), None):
+        inputs, grad_out = leaves(), sample(1, 2, 8, 16, seed=5)
+        mask = None if shape is None else masks_of(1, *shape)
+        out = run[shape](*inputs, mask)
+        grads = torch.autograd.grad(out, inputs, grad_out)
+        assert_equals_reference(out, inputs, grad_out, grads, False, None, mask)
+    assert hopper.made == ["forward", "backward"] * 3
+
+
+def test_masks_that_plans_do_not_allow_for_go_the_long_way(monkeypatch, hopper):
+    long_way = []
+    monkeypatch.setattr(ops, "run", lambda *arguments, **options: long_way.append(arguments[3]))
+    run = ops.HopperRun(needs_grad=True)
+    misaligned = torch.ones(72, dtype=torch.bool)[1:65].view(8, 8)
+    for mask, is_causal in ((misaligned, False), (masks_of(0, 8, 8), True), (torch.zeros(8, 8), False)):
+        run(*leaves(), mask, is_causal=is_causal)
+        assert long_way.pop() is mask
+    assert hopper.made == []
+
+
+def test_a_dropped_backward_is_repeated_with_its_own_seed(hopper):
+    query, key, value, grad_out = (sample(1, 2, 8, 16, seed=i) for i in range(4))
+    for number in (3, 4):
+        seed = torch.tensor([number])
+        out, lse = reference.attention(query, key, value, None, 0.5, False, 0.25, seed, return_lse=True)
+        grads = ops._gradients_cuda(
+            grad_out, query, key, value, None, out, lse, seed, 0.5, False, 0.25, [True, True, True, False], "cuda"
+        )
+        wanted = reference.attention_backward(grad_out, query, key, value, None, 0.5, False, 0.25, seed, out, lse)
+        torch.testing.assert_close(grads[:3], tuple(wanted[:3]))
+    assert hopper.made == ["backward"]
 
 
 def test_another_scale_mode_or_layout_is_another_plan(hopper):
