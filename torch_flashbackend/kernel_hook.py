@@ -164,26 +164,35 @@ def _of_plain_tensors(op: str, hook: Callable[..., Any], key: str) -> Callable[.
     return at_backend_select
 
 
-def _straight(*options: Any) -> Callable[..., Callable[..., Tensor]]:
-    """options: of an operator, between value and is_causal; "needs_grad" stands for whether a gradient is needed."""
+def _straight_flash(call_boxed: Any, keyset: Any, needs_grad: bool) -> Callable[..., Tensor]:
+    def kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+        # Each argument that is left to its default saves 0.15 us, one by name 0.4.
+        if scale is not None:
+            return call_boxed(keyset, query, key, value, 0.0, is_causal, scale=scale)[0]
+        if is_causal:
+            return call_boxed(keyset, query, key, value, 0.0, True)[0]
+        return call_boxed(keyset, query, key, value)[0]
 
-    def make(call_boxed: Any, keyset: Any, needs_grad: bool) -> Callable[..., Tensor]:
-        given = tuple(needs_grad if option == "needs_grad" else option for option in options)
+    return kernel
 
-        def kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-            if scale is None:  # an argument by name costs 0.4 us
-                return call_boxed(keyset, query, key, value, *given, is_causal)[0]
-            return call_boxed(keyset, query, key, value, *given, is_causal, scale=scale)[0]
 
-        return kernel
+def _straight_biased(call_boxed: Any, keyset: Any, needs_grad: bool) -> Callable[..., Tensor]:
+    """Of the kernels that take a bias, here None, and want to know whether they shall keep the logsumexp."""
 
-    return make
+    def kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+        if scale is not None:
+            return call_boxed(keyset, query, key, value, None, needs_grad, 0.0, is_causal, scale=scale)[0]
+        if is_causal:
+            return call_boxed(keyset, query, key, value, None, needs_grad, 0.0, True)[0]
+        return call_boxed(keyset, query, key, value, None, needs_grad)[0]
+
+    return kernel
 
 
 _STRAIGHT = {
-    FLASH: ("flash", _straight(0.0)),
-    EFFICIENT: ("efficient", _straight(None, "needs_grad", 0.0)),
-    CUDNN: ("cudnn", _straight(None, "needs_grad", 0.0)),
+    FLASH: ("flash", _straight_flash),
+    EFFICIENT: ("efficient", _straight_biased),
+    CUDNN: ("cudnn", _straight_biased),
 }
 
 
