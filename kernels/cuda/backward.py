@@ -14,6 +14,8 @@ import ctypes
 import dataclasses
 import math
 import os
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,6 +107,11 @@ class BackwardParams(ctypes.Structure):
         ("grad_value_stride_row", ctypes.c_int64),
         ("q_slots", ctypes.c_int32),
     ]
+
+
+# Written at once, which is faster than field by field: tensor maps, and the first fields of BackwardParams.
+_MAP_ADDRESSES = struct.Struct("@6P")
+_ADDRESSES = struct.Struct("@8P")
 
 
 class Specialisation(NamedTuple):
@@ -434,13 +441,14 @@ class Plan:
             with torch.cuda.device(index):
                 return self(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed)
         workspace = _allocate(query, self._workspace_floats)
-        # These stay referenced until the driver has copied them.
+        start, grad_out_pointer = workspace.data_ptr(), grad_out.data_ptr()
         query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map = self._maps
+        # These stay referenced until the driver has copied them.
         maps = (
             query_map.get(query.data_ptr()),
             key_map.get(key.data_ptr()),
             value_map.get(value.data_ptr()),
-            grad_out_map.get(grad_out.data_ptr()),
+            grad_out_map.get(grad_out_pointer),
             grad_key_map.get(grad_key.data_ptr()),
             grad_value_map.get(grad_value.data_ptr()),
         )
@@ -448,20 +456,16 @@ class Plan:
             frame = self._frames.pop()
         except IndexError:
             frame = driver.Frame(self._configs, self._params, len(maps))
-        pointers, params = frame.pointers, frame.params
-        for position, (address, _) in enumerate(maps):
-            pointers[position] = address
-        start = workspace.data_ptr()
-        params.out = out.data_ptr()
-        params.grad_out = grad_out.data_ptr()
-        params.logsumexp = logsumexp.data_ptr()
-        grad_query_pointer = params.grad_query = None if grad_query is None else grad_query.data_ptr()
-        params.statistics = grad_query_pointer if self._statistics_in_gradient else start
-        params.sums = start + 4 * self._sums_at
-        params.semaphores = start + 4 * self._semaphores_at
+        params = frame.params
+        _MAP_ADDRESSES.pack_into(frame.pointers, 0, *[address for address, _ in maps])
+        grad_query_pointer = 0 if grad_query is None else grad_query.data_ptr()
         stream = driver.current_stream(index)
-        if self._counted:
-            params.counters = driver.counters(index, stream)
+        _ADDRESSES.pack_into(
+            params, 0, out.data_ptr(), grad_out_pointer, logsumexp.data_ptr(), grad_query_pointer,
+            grad_query_pointer if self._statistics_in_gradient else start,
+            start + 4 * self._sums_at, start + 4 * self._semaphores_at,
+            driver.counters(index, stream) if self._counted else 0,
+        )  # fmt: skip
         if self._mask is not None:
             lists = self._mask.make(mask, index, stream)
             params.mask.bits, params.mask.lists = lists.bits, lists.lists
@@ -563,25 +567,30 @@ class Repeat:
 
     __slots__ = ("_grads", "_plan", "_wanted")
 
-    def __init__(self, plan: Plan, grads: tuple[torch.Tensor | None, ...], wanted: tuple[bool, ...]) -> None:
-        """grads: of query (or None), key and value; wanted: which of query, key and value the caller asked for."""
+    def __init__(self, plan: Plan, grads: tuple[torch.Tensor | None, ...], wanted: Sequence[bool]) -> None:
+        """grads: of query (or None), key and value; wanted: those of query, key, value and mask asked for, not mask."""
         self._plan = plan
         self._wanted = wanted
         self._grads = [None if grad is None else ((*grad.shape,), grad.stride(), grad.dtype) for grad in grads]
 
-    def __call__(self, grad_out, query, key, value, out, logsumexp) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of query, key and value, None for those not asked for."""
+    def __call__(
+        self, grad_out, query, key, value, out, logsumexp, mask=None, seed=None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of query, key, value and mask, None for those not asked for, the mask's too.
+
+        mask and seed where the first call had them.
+        """
         empty = _torch.allocator(query)
         of_query, of_key, of_value = self._grads
         grad_query = None if of_query is None else empty(*of_query)
         grad_key, grad_value = empty(*of_key), empty(*of_value)
-        self._plan(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value)
-        _, key_wanted, value_wanted = self._wanted
-        return grad_query, grad_key if key_wanted else None, grad_value if value_wanted else None
+        self._plan(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed)
+        _, key_wanted, value_wanted, _ = self._wanted
+        return grad_query, grad_key if key_wanted else None, grad_value if value_wanted else None, None
 
 
-# Backwards of late, by (is_causal, scale, which gradients are asked for, deterministic) and the tensors (grad_out,
-# query, key, value, out, logsumexp). Whoever finds one here need not ask `suits`.
+# Backwards of late, by all that they depend on beside the tensors (grad_out, query, key, value, out, logsumexp, and a
+# mask if there is one). Whoever finds one here need not ask `suits`.
 recent = Recent()
 
 
