@@ -100,7 +100,8 @@ def hopper(monkeypatch):
 
     stand_in = SimpleNamespace(
         backward=backward, suits=hopper_backward.suits, sums_fit=hopper_backward.sums_fit,
-        extras_fit=hopper_backward.extras_fit, recent=plans.Recent(), Repeat=hopper_backward.Repeat,
+        extras_fit=hopper_backward.extras_fit, batches_at_a_time=lambda query, *_: query.size(0),
+        recent=plans.Recent(), Repeat=hopper_backward.Repeat,
     )  # fmt: skip
     monkeypatch.setattr(ops, "_hopper", lambda: SimpleNamespace(plan=plan))
     monkeypatch.setattr(ops, "_hopper_backward", lambda: stand_in)

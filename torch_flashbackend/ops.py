@@ -193,7 +193,9 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
     if backend == "cuda" and (mask is None or (mask.dtype == torch.bool and not is_causal)):
         deterministic = _torch.deterministic_enabled()
         fits = hopper.sums_fit(query, key) and hopper.extras_fit(query, value, mask, dropout_p, deterministic)
-        at_a_time = hopper.batches_at_a_time(query, key, mask, dropout_p) if fits and mask is not None else query.size(0)
+        at_a_time = (
+            hopper.batches_at_a_time(query, key, mask, dropout_p) if fits and mask is not None else query.size(0)
+        )
         fits = fits and at_a_time > 0
         if fits and not hopper.suits(grad_out):
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)

@@ -27,6 +27,7 @@ from test_gpu_cuda_masks import (
 from torch import Tensor
 
 from torch_flashbackend import ops, reference
+from torch_flashbackend.kernels.cuda import backward
 
 from common import (
     Call,
@@ -44,6 +45,13 @@ __all__ = ["hopper", "pytestmark"]  # a fixture and the marks of this file too
 
 RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "100"))
 CHUNK = 20
+BATCHES_AT_A_TIME = backward.batches_at_a_time
+
+
+@pytest.fixture(autouse=True)
+def all_batches_at_once(monkeypatch):
+    """Here whatever memory it takes, so that small calls reach the kernel too."""
+    monkeypatch.setattr(backward, "batches_at_a_time", lambda query, *_: query.size(0))
 
 
 @pytest.fixture
@@ -337,19 +345,22 @@ def test_a_captured_graph_lists_the_mask_of_each_replay(hopper, note):
 
 
 @pytest.mark.parametrize("rows", [1, 4096])
-def test_memory_beyond_stocks_is_float32_sums_and_bits(plugin, hopper, rows):
-    """PyTorch's kernel for masks has no sums of its own for the query's gradient, but a mask of 16 bits."""
-    mask = pattern("padding", 4096, 4096)[:, :, :rows].expand(2, 1, -1, -1).contiguous()
-    leaves = [torch.randn(2, 16, 4096, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+@pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(4, 16, 16), (2, 32, 8), (2, 32, 32)])
+def test_memory_is_at_most_stocks(plugin, monkeypatch, rows, batch, heads, kv_heads):
+    """Some batches at a time, or on Triton's kernels."""
+    monkeypatch.setattr(backward, "batches_at_a_time", BATCHES_AT_A_TIME)
+    mask = pattern("padding", 4096, 4096)[:, :, :rows].expand(batch, 1, -1, -1).contiguous()
+    shapes = [(batch, number, 4096, 128) for number in (heads, kv_heads, kv_heads)]
+    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     grad_out = torch.randn_like(leaves[0])
-    sums, bits = 4 * leaves[0].numel(), 2 * 4096 * max(rows, 64) // 8
-    lists = 2 * 32 * 66 * 4 + 2 * 32 * 64
 
     def peak() -> int:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *leaves, attn_mask=mask, enable_gqa=heads != kv_heads
+        )  # fmt: skip
         torch.autograd.grad(out, leaves, grad_out)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
@@ -358,9 +369,17 @@ def test_memory_beyond_stocks_is_float32_sums_and_bits(plugin, hopper, rows):
     peak()
     stock = peak()
     plugin.enable()
-    with hopper():
+    with plugin.sdpa_backend("cuda"):
         peak()
-        assert peak() <= stock + sums + bits + lists + 4096
+        assert peak() <= stock
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 512, 512), (1, 1, 512, 512), (4, 8, 512, 512)], ids=str)
+def test_some_batches_at_a_time(check_gradients, monkeypatch, shape):
+    monkeypatch.setattr(backward, "batches_at_a_time", lambda *_: 3)
+    batch, heads = 4, 8
+    mask = pattern("random", 512, 512).expand(shape).contiguous()
+    check_gradients(simple_call(batch, heads, 512, head_dim=128, kv_heads=4, attn_mask=mask))
 
 
 # -------------------------------------------------------------------------------------------------------------- dropout
