@@ -52,23 +52,22 @@ MOST_HANGS = 3  # no more are checked after so many
 
 
 def candidates(head_dim: int, deterministic: bool) -> list[BackwardTile]:
-    """What is tried, the table's first: for long calls, then for short ones, then their neighbours."""
-    chosen = [tiles.choose_backward(head_dim, head_dim, True, rows, deterministic) for rows in (1 << 20, 1)]
+    """What is tried, the usual one first; the table chooses among these."""
+    usual = tiles.choose_backward_usual(head_dim, head_dim, True, 1 << 20, deterministic)
     change = dataclasses.replace
     if deterministic:
-        return chosen[:1]
-    table = chosen[0]
-    fused = change(table, fused=True)
+        return [usual]
+    fused = change(usual, fused=True)
     if head_dim > 192:
-        paired = change(fused, recycle=True, paired=True, ds_stages=1)
-        return [table, fused, paired, change(paired, multicast=True)]
-    listed = [*chosen, fused]
+        return [usual, change(fused, paired=True, ds_stages=1)]
+    listed = [usual, fused]
     if head_dim <= 128:
-        persistent = change(fused, persistent=True)
-        listed += [persistent, change(persistent, recycle=True)]
+        listed.append(change(usual, persistent=True))
+    if head_dim in (64, 128):  # between them, registers spill
+        listed.append(change(fused, persistent=True))
     if 64 < head_dim <= 128:
-        listed.append(change(table, unstaged=True))
-    return list(dict.fromkeys(listed))
+        listed.append(change(usual, unstaged=True))
+    return listed
 
 
 def name_of(tile: BackwardTile) -> str:

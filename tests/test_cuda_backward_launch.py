@@ -316,7 +316,7 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
 
     hopper = SimpleNamespace(
         backward=fake, suits=backward.suits, sums_fit=backward.sums_fit, extras_fit=backward.extras_fit,
-        recent=Recent(), Repeat=backward.Repeat,
+        batches_at_a_time=lambda query, *_: query.size(0), recent=Recent(), Repeat=backward.Repeat,
     )  # fmt: skip
     monkeypatch.setattr(backward, "MAX_EXTRAS_HEAD_DIM", options.get("max_extras_head_dim", 128))
     monkeypatch.setattr(backward, "MAX_SUM_ROWS", options.get("max_rows", 5))
@@ -335,3 +335,48 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
     assert grads[0] is not None and grads[2] is not None
     if ran == "cuda":
         assert (grads[0] == 3.0).all() and (grads[2] == 3.0).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_heads", "mask_shape", "dropout_p", "expected"),
+    [
+        ((4, 16, 4096, 128), 16, (4, 1, 4096, 4096), 0.0, 2),  # three would fit, two and two are as many launches
+        ((4, 16, 4096, 64), 16, (4, 1, 4096, 4096), 0.0, 4),
+        ((2, 32, 4096, 128), 32, (2, 1, 4096, 4096), 0.0, 0),
+        ((2, 32, 4096, 128), 8, (2, 1, 4096, 4096), 0.0, 2),  # PyTorch repeats keys and values
+        ((4, 16, 4096, 128), 16, (4, 1, 1, 4096), 0.0, 0),
+        ((4, 16, 4096, 128), 16, (4, 1, 4096, 4096), 0.1, 0),  # random numbers count from the first batch
+        ((4, 16, 4096, 64), 16, (4, 1, 4096, 4096), 0.1, 4),
+        ((1, 16, 16384, 128), 16, (1, 1, 16384, 16384), 0.0, 1),
+    ],
+    ids=str,
+)
+def test_batches_at_a_time_take_no_more_memory_than_pytorchs_mask(shape, kv_heads, mask_shape, dropout_p, expected):
+    query = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    key = torch.empty((shape[0], kv_heads, *shape[2:]), dtype=torch.bfloat16, device="meta")
+    mask = torch.empty(mask_shape, dtype=torch.bool, device="meta")
+    assert backward.batches_at_a_time(query, key, mask, dropout_p) == expected
+    # What is expanded is one in memory.
+    assert backward.batches_at_a_time(query, key, mask[:1].expand(mask_shape), dropout_p) <= expected
+
+
+def test_a_backward_in_parts_fills_all_of_the_gradients(monkeypatch):
+    parts = []
+
+    def fake(grad_out, query, key, value, out, lse, is_causal, scale, *grads_and_mode):
+        parts.append((query.size(0), grads_and_mode[4].shape))
+        for grad in grads_and_mode[:3]:
+            grad.fill_(len(parts))
+
+    monkeypatch.setattr(backward, "backward", fake)
+    monkeypatch.setattr(backward, "batches_at_a_time", lambda *_: 2)
+    monkeypatch.setattr(ops, "_hopper_backward", lambda: backward)
+    query, key, value = (sample(3, 2, 5, 16, seed=i).detach() for i in range(3))
+    mask = torch.ones(3, 1, 5, 5, dtype=torch.bool)
+    grads = ops._gradients_cuda(
+        torch.randn_like(query), query, key, value, mask, query.clone(), torch.zeros(3, 2, 5), None, 0.0, False, 0.25,
+        (True, True, True, False), "cuda",
+    )  # fmt: skip
+    assert parts == [(2, (2, 1, 5, 5)), (1, (1, 1, 5, 5))]
+    for grad in grads[:3]:
+        assert (grad[:2] == 1.0).all() and (grad[2:] == 2.0).all()

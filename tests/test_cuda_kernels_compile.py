@@ -23,6 +23,8 @@ pytestmark = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"no com
 
 ALL = bool(os.environ.get("FLASHBACKEND_ALL_SPECIALISATIONS"))
 HEAD_DIMS = [(size, size) for size in range(16, 257, 16)] + [(192, 128)]
+# Dense calls alone have tiles whose values are padded to multiples of 8: head_dim 72.
+DENSE_HEAD_DIMS = [*HEAD_DIMS, (80, 72)]
 SHARED_MEMORY = 227 << 10
 
 
@@ -30,10 +32,11 @@ def specialisations():
     options = list(itertools.product((True, False), (True, False)))  # bfloat16 or float16, with logsumexp or without
     found = []
     for is_causal in (False, True):
-        for number, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
+        for number, (head_dim, head_dim_v) in enumerate(DENSE_HEAD_DIMS):
             for tile in tiles.variants(head_dim, head_dim_v, is_causal):
                 for chosen in options if ALL else [options[(number + is_causal) % 4]]:
-                    found.append(forward.Specialisation(head_dim, head_dim_v, is_causal, *chosen, tile))
+                    columns = tile.value_columns(head_dim_v)
+                    found.append(forward.Specialisation(head_dim, columns, is_causal, *chosen, tile))
     # With a mask: every other head dimension above 128, where all that matters is the accumulator's size.
     for number, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
         if ALL or head_dim <= 128 or head_dim % 32 == 0:
@@ -44,7 +47,7 @@ def specialisations():
     for number, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
         if ALL or head_dim in (64, 72, 128, 192, 256):
             for is_causal in (False, True):
-                for tile in tiles.variants(head_dim, head_dim_v, is_causal):
+                for tile in tiles.packed_variants(head_dim, head_dim_v, is_causal):
                     is_bf16 = bool((number + is_causal) % 2)
                     found.append(
                         forward.Specialisation(head_dim, head_dim_v, is_causal, is_bf16, True, tile, is_packed=True)
@@ -64,7 +67,7 @@ def specialisations():
             for chosen in options if ALL else [options[number % 4]]:
                 is_causal = number % 2 == 0
                 found.append(forward.Specialisation(*dims, is_causal, *chosen, tile, has_dropout=True))
-    return found
+    return list(dict.fromkeys(found))
 
 
 def name_of(spec):
@@ -73,6 +76,7 @@ def name_of(spec):
     form = "packed" if spec.is_packed else ""
     mask += f"-float{8 * spec.bias_bytes}" if spec.bias_bytes else ""
     mask += "-per-key" * spec.bias_per_key + "-dropout" * spec.has_dropout
+    mask += "-rotated" * spec.tile.rotate
     kind = (form, mask, "bf16" if spec.is_bf16 else "f16", "lse" if spec.write_lse else "")
     return "-".join([size, *filter(None, kind), f"{spec.tile.block_m}x{spec.tile.block_n}"])
 
@@ -127,7 +131,7 @@ def test_the_sample_has_every_dtype_and_output():
     masked = {(s.is_bf16, s.write_lse) for s in chosen if s.is_masked}
     assert masked == set(itertools.product((True, False), repeat=2))
     assert {(s.head_dim, s.head_dim_v, s.is_causal) for s in chosen} == {
-        (*dims, causal) for dims in HEAD_DIMS for causal in (True, False)
+        (*dims, causal) for dims in DENSE_HEAD_DIMS for causal in (True, False)
     }
 
 

@@ -147,6 +147,12 @@ def test_specialisation_pads_to_the_next_step_of_16(cuda):
     assert {tensor_map[3][0] for tensor_map in cuda.encodings[-4:]} == {72}
 
 
+@pytest.mark.parametrize(("head_dim", "expected"), [(72, 2), (120, 2), (80, 3), (128, 3)])
+def test_what_l2_fetches_for_rows_at_odd_multiples_of_16_bytes(cuda, head_dim, expected):
+    call(head_dim=head_dim)
+    assert {tensor_map[9] for tensor_map in cuda.encodings} == {expected}
+
+
 def test_expanded_kv_heads_become_one_head(cuda):
     make = lambda *shape: torch.empty(shape, dtype=torch.float16, device="meta")  # noqa: E731
     query, out = OnDevice(make(2, 8, 64, 64), 1 << 20), OnDevice(make(2, 8, 64, 64), 2 << 20)
@@ -190,7 +196,53 @@ def test_tiles_fit_the_multiprocessor(head_dim, is_causal):
         spec = forward.Specialisation(head_dim, head_dim, is_causal, True, True, tile)
         assert spec.shared_bytes <= 227 << 10
         assert tile.block_m % 64 == 0 and tile.block_n % 8 == 0
-        assert tile.num_threads <= 512
+        assert tile.num_threads <= 640
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "batch_heads", "block_m"),
+    [
+        (64, 4096, 64, 256),
+        (64, 4096, 8, 256),  # one tile of 256 rows for each multiprocessor, all but four
+        (64, 512, 32, None),  # 64 tiles of 256 rows would leave half of them idle
+        (64, 520, 1000, None),  # rows of a third tile that are not there
+        (64, 256, 1000, None),  # not measured
+        (32, 4096, 64, None),
+        (72, 4096, 64, 256),
+        (72, 512, 512, 256),
+        (72, 300, 2, None),
+        (80, 4096, 64, 192),
+        (80, 1024, 64, None),
+        (88, 4096, 64, None),
+        (128, 4096, 64, None),
+    ],
+)
+def test_when_tiles_are_larger(head_dim, seqlen, batch_heads, block_m, is_causal):
+    padded = -(-head_dim // 16) * 16
+    tile = tiles.choose(padded, head_dim, is_causal, seqlen, seqlen, batch_heads, 132)
+    usual = tiles.choose_usual(padded, padded, is_causal, seqlen)
+    assert tile == usual if block_m is None else tile.block_m == block_m
+    assert tile.exact_value == (head_dim == 72 and block_m == 256)
+    assert tile.rotate == (is_causal and block_m == 256)
+
+
+def test_short_causal_calls_of_head_dim_128(cuda):
+    """Few heads in one list, where each head has keys of its own, and warpgroups that exchange their rows."""
+    call(batch=20, heads=8, kv_heads=8, seqlen_q=512, seqlen_k=512, head_dim=128)
+    assert launched(cuda)[1].heads_per_group == math.ceil(NUM_SMS / 4)
+    assert cuda.compiled[-1].defines["ROTATE"] == 1
+    call(batch=20, heads=8, kv_heads=4, seqlen_q=512, seqlen_k=512, head_dim=128)
+    assert launched(cuda)[1].heads_per_group == 160
+    call(batch=20, heads=8, kv_heads=8, seqlen_q=512, seqlen_k=512, head_dim=128, is_causal=False)
+    assert cuda.compiled[-1].defines["ROTATE"] == 0
+
+
+def test_value_of_head_dim_72_in_large_tiles(cuda):
+    call(batch=8, heads=32, kv_heads=32, seqlen_q=512, seqlen_k=512, head_dim=72)
+    defines = cuda.compiled[-1].defines
+    assert (defines["HEAD_DIM"], defines["HEAD_DIM_V"], defines["BLOCK_M"]) == (80, 72, 256)
+    assert launched(cuda)[1].head_dim_v == 72
 
 
 @pytest.mark.parametrize(

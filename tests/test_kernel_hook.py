@@ -491,3 +491,42 @@ class _nothing_else(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn"])
+def test_the_straight_way_to_a_kernel_passes_no_hook(monkeypatch, backend, scale, needs_grad):
+    """With autograd's node around it: its keys leave out BackendSelect, where the hook stands."""
+    monkeypatch.setattr(decisions, "decide", lambda *args, **kwargs: pytest.fail("the hook was asked"))
+    query, key, value = (t.requires_grad_(needs_grad) for t in tensors("square", "contiguous"))
+    with over_stand_ins(monkeypatch) as called:
+        assert override._installed is not None
+        kernel = override._installed.kernels.kernels[backend, needs_grad]
+        out = kernel(query, key, value, True, scale)
+    assert called == [f"_scaled_dot_product_{backend}_attention"]
+    assert out.requires_grad == needs_grad
+    if needs_grad:
+        assert out.grad_fn.name().lower() == f"scaleddotproduct{backend}attentionbackward0"
+        assert out.grad_fn._saved_scale == scale and out.grad_fn._saved_is_causal
+
+
+@pytest.mark.parametrize("op", kernel_hook.AT_BACKEND_SELECT)
+def test_tensors_of_other_kinds_go_on_to_pytorchs_kernels(op):
+    """Fake and meta tensors pass BackendSelect as well, and so do those of other devices."""
+    from torch._subclasses import FakeTensorMode
+
+    operator = getattr(aten, op)
+    options = () if op == kernel_hook.FLASH else (None, True)
+    expected = [tuple(t.shape) for t in operator(*(torch.empty(2, 4, 64, 32, device="meta") for _ in "qkv"), *options)
+                if isinstance(t, torch.Tensor)]  # fmt: skip
+    with hooked(kernel_key="CPU"), counting() as count:
+        metas = operator(*(torch.empty(2, 4, 64, 32, device="meta") for _ in "qkv"), *options)
+        with FakeTensorMode():
+            fakes = operator(*(torch.empty(2, 4, 64, 32) for _ in "qkv"), *options)
+        for results in (metas, fakes):
+            assert [tuple(t.shape) for t in results if isinstance(t, torch.Tensor)] == expected
+        sparse = torch.eye(64).to_sparse()
+        with pytest.raises((NotImplementedError, RuntimeError), match="Sparse"):
+            operator(sparse, sparse, sparse, *options)
+        assert count("triton") == count("stock") == 0

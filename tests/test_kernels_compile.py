@@ -113,6 +113,15 @@ def test_tiles_of_calls_without_a_mask_fit_shared_memory(name, kernel, kind, ite
     assert TENSOR_CORES.search(assembly(result))
 
 
+@pytest.mark.parametrize("name", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("kernel", ["forward", "wide_key", "wide_value"])
+def test_halves_of_wide_heads_fit_shared_memory(name, kernel):
+    """Above a head_dim of 256 two programs share the columns of a tile, where no mask and no dropout is."""
+    result = compiled(TARGETS[name], kernel, head_dim=512, is_causal=kernel == "forward")
+    check(result, TARGETS[name])
+    assert TENSOR_CORES.search(assembly(result))
+
+
 # --------------------------------------------------------------------------------------------------- kinds of arguments
 
 VARIANTS = {

@@ -197,8 +197,8 @@ def test_routing_follows_the_measurements(install):
     assert "0.90 times stock's speed" in slower.rejected[1][2]
 
 
-def on_hopper(**kwargs):
-    return Problem.from_shapes((2, 16, 1024, 128), gpu=GPU, architecture="sm_90", **kwargs)
+def on_hopper(head_dim=128, **kwargs):
+    return Problem.from_shapes((2, 16, 1024, head_dim), gpu=GPU, architecture="sm_90", **kwargs)
 
 
 def chosen(**kwargs):
@@ -252,8 +252,12 @@ def test_masks_that_stock_gets_wrong_run_on_the_faster_of_our_backends(install):
 
 
 def test_a_backend_that_does_not_take_the_call_has_no_say(install):
-    install(row(3.0, backend="cuda", case="dropout"), row(1.5, case="dropout"))
-    assert chosen(dropout_p=0.1) == ("triton", "measured faster: dropout")
+    """Dropout above the cuda backend's head dimensions for it."""
+    install(
+        row(3.0, backend="cuda", case="dropout", head_dim=256, head_dim_v=256),
+        row(1.5, case="dropout", head_dim=256, head_dim_v=256),
+    )
+    assert chosen(dropout_p=0.1, head_dim=256) == ("triton", "measured faster: dropout")
 
 
 def test_installed_policies_can_be_read(recwarn):

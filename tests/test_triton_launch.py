@@ -38,19 +38,22 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_arguments_of_a_forward(launched, dtype, masked):
+@pytest.mark.parametrize(
+    ("dtype", "allow_tf32"), [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)], ids=str
+)
+def test_arguments_of_a_forward(launched, dtype, allow_tf32, masked):
+    """Tensor maps for half types and for float32 that is split into those, pointers for TF32."""
     query, key, value, out = (torch.empty(2, 3, length, 64, dtype=dtype) for length in (40, 50, 50, 40))
     logsumexp = torch.empty(2, 3, 40)
     mask = torch.ones(40, 50, dtype=torch.bool)[None, None] if masked else None
     for tensors in ((query, key, value, out), (query.clone(), key.clone(), value.clone(), out.clone())):
         query, key, value, out = tensors
-        attention.forward(query, key, value, mask, None, 0.0, False, 0.125, out, logsumexp, False)
+        attention.forward(query, key, value, mask, None, 0.0, False, 0.125, out, logsumexp, allow_tf32)
         name, stream, arguments = launched.pop()
         assert (name, stream) == ("attention_forward", 77)
 
         def streamed(tensor):
-            if dtype == torch.float32:
+            if allow_tf32:
                 return [tensor.data_ptr()]
             return [("map", tensor.data_ptr()), *tensor.shape, *tensor.stride()]
 

@@ -516,6 +516,13 @@ def allocator(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
+def empty_here(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`allocator` for memory of one dimension on the current device, which `device` is."""
+    if _empty_strided_cuda is not None and device.type == "cuda" and not deterministic_enabled():
+        return _empty_strided_cuda((size,), (1,), dtype)
+    return torch.empty((size,), dtype=dtype, device=device)
+
+
 def empty_float32(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """Uninitialised float32 memory, by `allocator`."""
     return allocator(like)(shape, strides, torch.float32)

@@ -50,7 +50,7 @@ _REFUSALS = (1, 701)  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_LAUNCH_OUT_OF_RESOU
 _STREAM_PER_THREAD = 2
 _MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLE_128B = 3
-_L2_PROMOTION_256B = 3
+_L2_PROMOTION = {128: 2, 256: 3}  # CU_TENSOR_MAP_L2_PROMOTION_*
 
 _Pointer = ctypes.c_void_p
 # Absent on builds without CUDA, where nothing is launched.
@@ -200,14 +200,17 @@ class TensorMaps:
         rows: int,
         pointer: int,
         device_index: int,
+        fetched: int = 256,
     ) -> None:
         """shape and stride in elements, of rank 4; pointer: some valid address, a multiple of 16.
+
+        fetched: bytes that L2 fetches from memory at a time, 128 or 256.
 
         Raises DriverError for what the copy engine cannot walk.
         """
         self._device_index = device_index
         self._maps: dict[int, tuple[int, Any]] = {}
-        self._template = _encode(dtype, shape, stride, rows, pointer, device_index)
+        self._template = _encode(dtype, shape, stride, rows, pointer, device_index, fetched)
 
     def get(self, pointer: int) -> tuple[int, Any]:
         """Where in host memory the map of the tensor at `pointer` lies, and what must live as long as that is used."""
@@ -239,7 +242,13 @@ def _aligned(data: bytes) -> tuple[int, Any]:
 
 
 def _encode(
-    dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], rows: int, pointer: int, device_index: int
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    rows: int,
+    pointer: int,
+    device_index: int,
+    fetched: int,
 ) -> bytes:
     size = dtype.itemsize
     batch, heads, seqlen, head_dim = shape
@@ -257,7 +266,7 @@ def _encode(
         (ctypes.c_uint32 * 4)(1, 1, 1, 1),
         ctypes.c_int(0),  # not interleaved
         ctypes.c_int(_SWIZZLE_128B),
-        ctypes.c_int(_L2_PROMOTION_256B),
+        ctypes.c_int(_L2_PROMOTION[fetched]),
         ctypes.c_int(0),  # what lies outside is zero
     )
     bind_context(device_index)

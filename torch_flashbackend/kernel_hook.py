@@ -165,27 +165,34 @@ def _of_plain_tensors(op: str, hook: Callable[..., Any], key: str) -> Callable[.
 
 
 def _straight_flash(call_boxed: Any, keyset: Any, needs_grad: bool) -> Callable[..., Tensor]:
-    return lambda query, key, value, is_causal, scale: call_boxed(
-        keyset, query, key, value, 0.0, is_causal, False, scale=scale
-    )[0]
+    def kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+        # Each argument that is left to its default saves 0.15 us, one by name 0.4.
+        if scale is not None:
+            return call_boxed(keyset, query, key, value, 0.0, is_causal, scale=scale)[0]
+        if is_causal:
+            return call_boxed(keyset, query, key, value, 0.0, True)[0]
+        return call_boxed(keyset, query, key, value)[0]
+
+    return kernel
 
 
-def _straight_efficient(call_boxed: Any, keyset: Any, needs_grad: bool) -> Callable[..., Tensor]:
-    return lambda query, key, value, is_causal, scale: call_boxed(
-        keyset, query, key, value, None, needs_grad, 0.0, is_causal, scale=scale
-    )[0]
+def _straight_biased(call_boxed: Any, keyset: Any, needs_grad: bool) -> Callable[..., Tensor]:
+    """Of the kernels that take a bias, here None, and want to know whether they shall keep the logsumexp."""
 
+    def kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+        if scale is not None:
+            return call_boxed(keyset, query, key, value, None, needs_grad, 0.0, is_causal, scale=scale)[0]
+        if is_causal:
+            return call_boxed(keyset, query, key, value, None, needs_grad, 0.0, True)[0]
+        return call_boxed(keyset, query, key, value, None, needs_grad)[0]
 
-def _straight_cudnn(call_boxed: Any, keyset: Any, needs_grad: bool) -> Callable[..., Tensor]:
-    return lambda query, key, value, is_causal, scale: call_boxed(
-        keyset, query, key, value, None, needs_grad, 0.0, is_causal, False, scale=scale
-    )[0]
+    return kernel
 
 
 _STRAIGHT = {
     FLASH: ("flash", _straight_flash),
-    EFFICIENT: ("efficient", _straight_efficient),
-    CUDNN: ("cudnn", _straight_cudnn),
+    EFFICIENT: ("efficient", _straight_biased),
+    CUDNN: ("cudnn", _straight_biased),
 }
 
 

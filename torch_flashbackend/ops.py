@@ -19,6 +19,7 @@ dropout and a head_dim above 128. On CPU and MPS the math path runs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -169,15 +170,14 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
                     output_mask, backend="triton"):  # fmt: skip
     """What the operator returns, with None for each gradient not asked for."""
     needs_query, needs_key, needs_value, needs_mask = output_mask
-    is_plain = backend == "cuda" and attn_mask is None and dropout_p == 0.0
     if backend == "cuda":
         hopper = _hopper_backward()
-    if is_plain:
-        kind = is_causal, scale, needs_query, needs_key, needs_value, _torch.deterministic_enabled()
-        tensors = grad_out, query, key, value, out, logsumexp
+        kind, tensors = _kind_of_backward(
+            (grad_out, query, key, value, out, logsumexp), attn_mask, dropout_p, is_causal, scale, output_mask
+        )
         repeat = hopper.recent.find(kind, tensors)
         if repeat is not None:
-            return *repeat(*tensors), None
+            return repeat(*tensors, seed=dropout_seed)
     if query.numel() == 0 or key.numel() == 0 or out.numel() == 0:
         likes = (query, key, value, attn_mask)
         return tuple(
@@ -193,17 +193,24 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
     if backend == "cuda" and (mask is None or (mask.dtype == torch.bool and not is_causal)):
         deterministic = _torch.deterministic_enabled()
         fits = hopper.sums_fit(query, key) and hopper.extras_fit(query, value, mask, dropout_p, deterministic)
+        at_a_time = (
+            hopper.batches_at_a_time(query, key, mask, dropout_p) if fits and mask is not None else query.size(0)
+        )
+        fits = fits and at_a_time > 0
         if fits and not hopper.suits(grad_out):
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         if fits and hopper.suits(query, key, value, out):
             if not both:
                 grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
-            plan = hopper.backward(
-                grad_out, query, key, value, out, logsumexp, is_causal, scale, grad_query, grad_key, grad_value,
-                deterministic, mask, dropout_p, dropout_seed,
-            )  # fmt: skip
-            if is_plain and grad_out is tensors[0]:
-                repeat = hopper.Repeat(plan, (grad_query, grad_key, grad_value), kind[2:5])
+            for first in range(0, query.size(0), at_a_time):
+                part = slice(None) if at_a_time == query.size(0) else slice(first, first + at_a_time)
+                plan = hopper.backward(
+                    grad_out[part], query[part], key[part], value[part], out[part], logsumexp[part], is_causal, scale,
+                    None if grad_query is None else grad_query[part], grad_key[part], grad_value[part], deterministic,
+                    mask if mask is None or mask.size(0) == 1 else mask[part], dropout_p, dropout_seed,
+                )  # fmt: skip
+            if at_a_time == query.size(0) and grad_out is tensors[0]:
+                repeat = hopper.Repeat(plan, (grad_query, grad_key, grad_value), output_mask)
                 hopper.recent.remember(kind, tensors, repeat)
             return grad_query, grad_key if needs_key else None, grad_value if needs_value else None, None
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
@@ -220,6 +227,12 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
         grad_value if needs_value else None,
         grad_mask.view(attn_mask.shape) if needs_mask else None,
     )
+
+
+def _kind_of_backward(tensors, attn_mask, dropout_p, is_causal, scale, output_mask):
+    """What `recent` of the Hopper backward finds a call by, and the tensors that it compares: with the mask if any."""
+    kind = is_causal, scale, dropout_p, attn_mask is None, (*output_mask,), _torch.deterministic_enabled()
+    return kind, tensors if attn_mask is None else (*tensors, attn_mask)
 
 
 def _bias_gradient(grad_out, query, key, value, mask, logsumexp, scale):
@@ -387,30 +400,34 @@ def _below_autograd(operator, implementation, tensor, *arguments):
 
 
 class _Attention(torch.autograd.Function):
-    """The two operators as one differentiable function: the boundary that an eager call crosses."""
+    """The two operators as one differentiable function: the boundary that an eager call crosses.
+
+    options: (dropout_p, is_causal, scale, layout, backend). Each argument of a Function costs 0.2 us, and as much again
+    in the backward.
+    """
 
     @staticmethod
-    def forward(ctx, query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend):
+    def forward(ctx, query, key, value, attn_mask, dropout_seed, options):
         out, logsumexp = _below_autograd(
-            _attention_forward, _attention_forward_cuda,
-            query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend,
-        )  # fmt: skip
+            _attention_forward, _attention_forward_cuda, query, key, value, attn_mask, dropout_seed, *options
+        )
         ctx.save_for_backward(query, key, value, attn_mask, out, logsumexp, dropout_seed)
+        dropout_p, is_causal, scale, _, backend = options
         ctx.options = dropout_p, is_causal, scale, backend
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         grads = _gradients(ctx.saved_tensors, grad_out, ctx.options, ctx.needs_input_grad[:4])
-        return *grads, None, None, None, None, None, None
+        return *grads, None, None
 
 
 class _AttentionWithLogsumexp(_Attention):
     """The same, with the logsumexp [B, H, Sq] as a second output that has no gradient."""
 
     @staticmethod
-    def forward(ctx, query, key, value, attn_mask, *options):
-        out = _Attention.forward(ctx, query, key, value, attn_mask, *options)
+    def forward(ctx, query, key, value, attn_mask, dropout_seed, options):
+        out = _Attention.forward(ctx, query, key, value, attn_mask, dropout_seed, options)
         logsumexp = ctx.to_save[5]
         logsumexp = logsumexp[0] if logsumexp.dim() == 4 else logsumexp.detach()
         ctx.mark_non_differentiable(logsumexp)
@@ -520,7 +537,7 @@ def run(
         or (attn_mask is not None and attn_mask.requires_grad)
     ):
         apply = _apply_with_logsumexp if return_lse else _apply
-        return apply(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, layout, backend)
+        return apply(query, key, value, attn_mask, seed, (dropout_p, is_causal, scale, layout, backend))
     arguments = query, key, value, attn_mask, seed, dropout_p, is_causal, scale, layout, backend
     if not return_lse:
         return _below_autograd(_attention, _attention_cuda, *arguments)
@@ -537,19 +554,20 @@ class _Ready(NamedTuple):
     out: tuple[Any, ...]  # shape, strides, dtype
     logsumexp: tuple[Any, ...] | None  # likewise; None: not asked for
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        """mask: one or none, like that of the plan."""
         empty = _torch.allocator(query)
         out = empty(*self.out)
         logsumexp = None if self.logsumexp is None else empty(*self.logsumexp)
-        self.plan(query, key, value, out, logsumexp)
+        self.plan(query, key, value, out, logsumexp, *mask)
         return out, logsumexp
 
 
 class HopperRun:
     """`run` on the "cuda" backend for calls that differ in nothing but addresses and scale, all aligned to 16 bytes.
 
-    It keeps what the last call has worked out, which saves looking it up: 2 us of some 12. Calls with a mask or
-    dropout go through `run`: their plans depend on more.
+    It keeps what the last call has worked out, which saves looking it up: 2 us of some 12. A bool mask may be among
+    the tensors. Calls with another mask or dropout go through `run`: their plans depend on more.
     """
 
     __slots__ = ("_needs_grad", "_ready")
@@ -576,7 +594,7 @@ class HopperRun:
         ready = self._ready
         if (
             return_lse
-            or attn_mask is not None
+            or (attn_mask is not None and not self._takes_mask(attn_mask, is_causal))
             or dropout_p != 0.0
             or not _torch.unobserved(query)
             or (ready is None and (query.numel() == 0 or key.numel() == 0))
@@ -586,15 +604,35 @@ class HopperRun:
                 return_lse=return_lse,
             )  # fmt: skip
         if ready is None or ready.scale != scale:
-            ready = self._ready = self._prepare(query, key, value, is_causal, scale, layout)
-        return _apply_ready(query, key, value, ready) if self._needs_grad else ready(query, key, value)[0]
+            ready = self._ready = self._prepare(query, key, value, attn_mask, is_causal, scale, layout)
+        if attn_mask is None:
+            return _apply_ready(query, key, value, ready) if self._needs_grad else ready(query, key, value)[0]
+        if self._needs_grad:
+            return _apply_ready_masked(query, key, value, attn_mask, ready)
+        return ready(query, key, value, attn_mask)[0]
+
+    @staticmethod
+    def _takes_mask(attn_mask: Tensor, is_causal: bool) -> bool:
+        return (
+            attn_mask.dtype is torch.bool
+            and not attn_mask.data_ptr() & 15  # how it is read depends on that
+            and not is_causal
+        )
 
     def _prepare(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, layout: str
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        layout: str,
     ) -> _Ready:
         softmax_scale = reference.default_scale(query.size(-1)) if scale is None else scale
         out = _empty_out(query, value.size(3), layout)
-        plan = _hopper().plan(query, key, value, out, self._needs_grad, is_causal, softmax_scale)
+        masks = () if attn_mask is None else (_mask_as_rank_4(attn_mask),)
+        plan = _hopper().plan(query, key, value, out, self._needs_grad, is_causal, softmax_scale, *masks)
         logsumexp = None
         if self._needs_grad:
             _, heads, seqlen_q, _ = query.shape
@@ -604,9 +642,7 @@ class HopperRun:
 
 
 class _ReadyAttention(torch.autograd.Function):
-    """`_Attention` with all but the tensors in one argument: each argument of a Function costs 0.2 us, and as much
-    again in the backward.
-    """
+    """`_Attention` of what has been worked out before."""
 
     @staticmethod
     def forward(ctx, query, key, value, ready):
@@ -618,9 +654,48 @@ class _ReadyAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         query, key, value, out, logsumexp = ctx.saved_tensors
-        needed = *ctx.needs_input_grad[:3], False
-        grads = _gradients((query, key, value, None, out, logsumexp, None), grad_out, ctx.options, needed)
-        return grads
+        tensors = grad_out, query, key, value, out, logsumexp
+        return _ready_gradients(tensors, None, ctx.options, ctx.needs_input_grad)
+
+
+class _ReadyMaskedAttention(torch.autograd.Function):
+    """The same with a bool mask."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, attn_mask, ready):
+        out, logsumexp = ready(query, key, value, attn_mask)
+        ctx.save_for_backward(query, key, value, attn_mask, out, logsumexp)
+        ctx.options = ready.options
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        query, key, value, attn_mask, out, logsumexp = ctx.saved_tensors
+        tensors = grad_out, query, key, value, out, logsumexp
+        return *_ready_gradients(tensors, attn_mask, ctx.options, ctx.needs_input_grad[:4]), None
+
+
+def _ready_gradients(tensors, attn_mask, options, needed):
+    """`_gradients`, by a short way where the last such backward can be repeated: it saves 5 us.
+
+    tensors: grad_out, query, key, value, out, logsumexp; needed: of query, key, value and attn_mask.
+    """
+    if (
+        not torch.compiler.is_compiling()
+        and not torch.is_grad_enabled()
+        and check_gradients is None
+        and _torch.unobserved(tensors[0])
+    ):
+        dropout_p, is_causal, scale, _ = options
+        kind, compared = _kind_of_backward(tensors, attn_mask, dropout_p, is_causal, scale, needed)
+        repeat = _hopper_backward().recent.find(kind, compared)
+        if repeat is not None:
+            # Where nothing has run for want of a kernel, the long way says so.
+            with contextlib.suppress(KernelUnavailable):
+                return repeat(*compared)
+    grad_out, query, key, value, out, logsumexp = tensors
+    return _gradients((query, key, value, attn_mask, out, logsumexp, None), grad_out, options, needed)
 
 
 _apply_ready = super(torch.autograd.Function, _ReadyAttention).apply
+_apply_ready_masked = super(torch.autograd.Function, _ReadyMaskedAttention).apply

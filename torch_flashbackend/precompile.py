@@ -168,10 +168,11 @@ def _specialisations(problem: Problem) -> Iterable[Any]:
         )  # fmt: skip
     if problem.requires_grad:
         deterministic = torch.are_deterministic_algorithms_enabled()
-        query_rows = problem.seqlen_q * group
-        yield backward.specialise(
-            problem.head_dim, problem.head_dim_v, problem.query_dtype, problem.is_causal, deterministic, query_rows
-        )
+        yield backward.specialise_dense(
+            problem.head_dim, problem.head_dim_v, problem.query_dtype, problem.is_causal, deterministic,
+            problem.query_shape[0], problem.num_heads, problem.num_kv_heads, problem.seqlen_q, problem.seqlen_k,
+            sm_count,
+        )  # fmt: skip
 
 
 def _compile_cuda(specialisation: Any) -> tuple[str, ...]:

@@ -33,9 +33,6 @@
 // grad_value, dP^T without them into dS^T, both without the scale of what stays, which the sums are multiplied by at
 // last.
 //
-// FIRST_STORES: nobody writes zeros to the sums; the block of a head's first keys, which every query tile meets, stores
-// its share, and the others add to a tile once it has. They too take their numbers from a counter.
-//
 // FUSED: the first and the last kernel are items of the main one's list (backward_items.cuh).
 // UNSTAGED: consumers add their shares of grad_query from registers, without staging buffers.
 //
@@ -45,8 +42,8 @@
 // (HEAD_DIM + HEAD_DIM_V) / 4 for keys and values where they are kept there.
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
-// tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES (2), KEYS_IN_REGISTERS, TURNS, DELTA_FIRST, PERSISTENT, FIRST_STORES,
-// FUSED, UNSTAGED, IS_CAUSAL, MASKED, DROPOUT, IS_BF16, DETERMINISTIC.
+// tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES (2), KEYS_IN_REGISTERS, TURNS, DELTA_FIRST, PERSISTENT, FUSED,
+// UNSTAGED, IS_CAUSAL, MASKED, DROPOUT, IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -244,7 +241,6 @@ __device__ __forceinline__ void exchange_keys(const TensorMap& key_map, const Te
 __device__ __forceinline__ void store_pieces(const Work& work, const BackwardParams& params, const Shared& shared,
                                              int warpgroup, uint32_t& phase) {
   const Piece piece(warpgroup);
-  const bool is_first = FIRST_STORES && work.k_tile == 0;
   const auto semaphore = [&](int number) { return params.semaphores + (int64_t)number * CONSUMERS + warpgroup; };
   int before = -1;
   if (UNSTAGED) return;  // the consumers do it
@@ -257,22 +253,13 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
 #endif
       semaphore_hand_on(before < 0 ? nullptr : semaphore(before), semaphore(number), earlier);
       before = number;
-    } else if (FIRST_STORES && !is_first) {
-      semaphore_wait(semaphore(number), 1);
     }
     barrier_wait(shared.staged(warpgroup), phase);
     phase ^= 1;
     float* sums = params.sums + (int64_t)(number - work.sums_shift) * (BLOCK_M * HEAD_DIM) + piece.offset;
-    if (is_first)
-      store_bytes(sums, shared.staging + 4 * piece.offset, piece.groups * 128 * 16);
-    else
-      reduce_bytes(sums, shared.staging + 4 * piece.offset, piece.groups * 128 * 16);
+    reduce_bytes(sums, shared.staging + 4 * piece.offset, piece.groups * 128 * 16);
     store_wait();
     barrier_arrive(shared.sent(warpgroup));
-    if (is_first && !DETERMINISTIC) {
-      store_wait_written();
-      semaphore_add(semaphore(number));
-    }
   });
   if (DETERMINISTIC && before >= 0) {
     store_wait_written();

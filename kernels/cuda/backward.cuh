@@ -51,7 +51,7 @@ struct BackwardParams {
 constexpr int CONSUMERS = BLOCK_N / 64;
 constexpr int BLOCKS_OF_CLUSTER = PAIRED ? 2 : 1;
 // Whether blocks wait for one another: those waited for have lower numbers, which must have begun.
-constexpr bool IN_ORDER = DETERMINISTIC || FIRST_STORES;
+constexpr bool IN_ORDER = DETERMINISTIC;
 static_assert(!FUSED || (!IN_ORDER && !MASKED && !DROPOUT && !PACKED));
 static_assert(!PAIRED || (!MASKED && !DROPOUT && !PACKED));
 constexpr int PREPARE_THREADS = 256;
@@ -61,7 +61,6 @@ constexpr int PARTS = BLOCK_M / STEP_M;
 static_assert(BLOCK_M % STEP_M == 0 && STEP_M % 16 == 0);
 #if MASKED
 #include "backward_mask.cuh"
-static_assert(!FIRST_STORES, "the first keys do not meet every query tile");
 #endif
 #if DROPOUT
 static_assert(!DELTA_FIRST, "dP is dropped before delta is subtracted");
@@ -569,12 +568,10 @@ __device__ __forceinline__ void prepare_tile(const QueryTile& tile, int sums_shi
       }
     }
   }
-  if (!FIRST_STORES) {
-    float4* sums = (float4*)(params.sums + (number - sums_shift) * (BLOCK_M * HEAD_DIM));
+  float4* sums = (float4*)(params.sums + (number - sums_shift) * (BLOCK_M * HEAD_DIM));
 #pragma unroll
-    for (int i = 0; i < BLOCK_M * HEAD_DIM / 4 / THREADS; ++i)
-      sums[i * THREADS + thread] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
+  for (int i = 0; i < BLOCK_M * HEAD_DIM / 4 / THREADS; ++i)
+    sums[i * THREADS + thread] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
 // The query's gradient is finished in parts: 8 groups of columns of a piece. They are numbered over all query tiles.

@@ -14,6 +14,8 @@ import ctypes
 import dataclasses
 import math
 import os
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,6 +115,11 @@ class BackwardParams(ctypes.Structure):
     ]
 
 
+# Written at once, which is faster than field by field: tensor maps, and the first fields of BackwardParams.
+_MAP_ADDRESSES = struct.Struct("@6P")
+_ADDRESSES = struct.Struct("@8P")
+
+
 class Specialisation(NamedTuple):
     """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
 
@@ -147,11 +154,9 @@ class Specialisation(NamedTuple):
             "TURNS": int(tile.turns),
             "DELTA_FIRST": int(tile.delta_first),
             "PERSISTENT": int(tile.persistent),
-            "FIRST_STORES": int(tile.first_stores),
             "FUSED": int(tile.fused),
             "UNSTAGED": int(tile.unstaged),
             "PAIRED": int(tile.paired),
-            "MULTICAST": int(tile.multicast),
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
             "DROPOUT": int(self.has_dropout),
@@ -187,9 +192,9 @@ class Specialisation(NamedTuple):
         return max(self.head_dim, self.head_dim_v) > 128
 
     @property
-    def in_order(self) -> bool:
-        """Whether blocks wait for one another."""
-        return self.deterministic or self.tile.first_stores
+    def blocks_of_cluster(self) -> int:
+        """Blocks whose tiles of keys count as one."""
+        return 2 if self.tile.paired else 1
 
     @property
     def num_threads(self) -> int:
@@ -243,25 +248,66 @@ def specialise(
     query_rows: int,
     is_masked: bool = False,
     has_dropout: bool = False,
+    is_packed: bool = False,
+    can_fuse: bool = True,
 ) -> Specialisation:
     """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256.
 
     query_rows: how many queries a key head has, those of all its query heads together. is_masked: with a bool mask,
-    has_dropout: with dropout, both for head dimensions up to 128.
+    has_dropout: with dropout, is_packed: of packed sequences, all for head dimensions up to 128. can_fuse: one kernel
+    may do all.
     """
     padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
     if padded_v > 64:
         padded = max(padded, 80)  # of wide tiles each warpgroup computes a box of the query's gradient; there are two
-    tile = tiles.choose_backward(padded, padded_v, is_causal or is_masked, query_rows, deterministic)
+    is_plain = can_fuse and not (is_masked or has_dropout or is_packed)
+    choose = tiles.choose_backward if is_plain else tiles.choose_backward_usual
+    tile = choose(padded, padded_v, is_causal or is_masked, query_rows, deterministic)
     if is_masked and max(padded, padded_v) > MAX_ORDERED_MASK_HEAD_DIM:
         tile = dataclasses.replace(tile, persistent=False)  # registers again
-    if is_masked or has_dropout:
-        tile = dataclasses.replace(tile, fused=False, recycle=False, unstaged=False)
     if has_dropout:
         # dP is dropped before delta is subtracted; persistent blocks have no registers for what stays.
         tile = dataclasses.replace(tile, delta_first=False, persistent=False)
+    if is_packed:
+        tile = dataclasses.replace(tile, persistent=False)
     is_bf16 = dtype == torch.bfloat16
-    return Specialisation(padded, padded_v, is_causal, is_bf16, deterministic, tile, is_masked, has_dropout)
+    return Specialisation(padded, padded_v, is_causal, is_bf16, deterministic, tile, is_masked, has_dropout, is_packed)
+
+
+def specialise_dense(
+    head_dim: int, head_dim_v: int, dtype: torch.dtype, is_causal: bool, deterministic: bool,
+    batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int, num_sms: int,
+) -> Specialisation:  # fmt: skip
+    """The specialisation that runs a call without mask and dropout, on a GPU with so many multiprocessors."""
+    sizes = head_dim, head_dim_v, dtype, is_causal, deterministic, seqlen_q * (heads // kv_heads)
+    spec = specialise(*sizes)
+    few_chunks = batch * heads * (1 + seqlen_q // _CHUNK_ROWS) <= _MAX_FUSED_CHUNKS
+    if spec.tile.fused and not (few_chunks and _saves_sums(spec, batch * kv_heads, seqlen_k, num_sms)):
+        return specialise(*sizes, can_fuse=False)
+    return spec
+
+
+def _heads_in_work(spec: Specialisation, key_heads: int, seqlen_k: int, num_sms: int) -> int:
+    """Key heads of a group of the fused kernel, of `key_heads` in all: the sums of three groups are to stay in L2."""
+    blocks = math.ceil(seqlen_k / (spec.tile.block_n * spec.blocks_of_cluster)) * spec.blocks_of_cluster
+    return min(max(1, num_sms // blocks), key_heads)
+
+
+def _most_slots(spec: Specialisation, key_heads: int) -> int:
+    """Key heads that may have sums at a time in the fused kernel, so that it takes no more memory than three kernels.
+
+    These have sums for all heads, but their statistics lie in the query's gradient.
+    """
+    return key_heads - math.ceil(key_heads * 2 / spec.head_dim)
+
+
+def _saves_sums(spec: Specialisation, key_heads: int, seqlen_k: int, num_sms: int) -> bool:
+    """Whether some heads of the fused kernel can take over the sums of others.
+
+    A head is prepared in the list's row before its group computes, which is that in which the third group before it is
+    finished: a head may take the sums of one that is three groups earlier, or more.
+    """
+    return _most_slots(spec, key_heads) >= 3 * _heads_in_work(spec, key_heads, seqlen_k, num_sms)
 
 
 def _round_up(number: int, step: int) -> int:
@@ -283,6 +329,23 @@ def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> boo
         # the consumers have some to spare; and dropout leaves them none.
         return largest <= MAX_ORDERED_MASK_HEAD_DIM and dropout_p == 0.0
     return largest <= MAX_EXTRAS_HEAD_DIM
+
+
+def batches_at_a_time(query, key, mask, dropout_p: float) -> int:
+    """How many batches of a call with a mask may be computed at a time, so that it takes no more memory than PyTorch's.
+
+    PyTorch's kernel for masks has no float32 sums of the query's gradient, but a copy of the mask in 16 bits, and keys
+    and values repeated for the query heads that share them. 0 where the sums of a single batch are more than that.
+    """
+    batch, heads, seqlen_q, head_dim = query.shape
+    sums = 4 * heads * _round_up(seqlen_q, 128) * _round_up(head_dim, 16)
+    in_memory = math.prod(size for size, stride in zip(mask.shape, mask.stride(), strict=True) if stride)
+    repeated = 0 if heads == key.size(1) else 4 * key.size(2) * head_dim * heads * batch
+    # Of 16 bits for each element, one is what the lists' own bits take.
+    most = min((15 * in_memory // 8 + repeated) // sums, batch)
+    if most == 0 or (dropout_p > 0.0 and most < batch):  # random numbers count heads from the first batch on
+        return 0
+    return math.ceil(batch / math.ceil(batch / most))
 
 
 def _refusal(
@@ -349,16 +412,22 @@ class Plan:
         index = self._device_index = query.device.index
         query_rows = seqlen_q * (heads // kv_heads)
         is_masked, has_dropout = mask is not None, dropout_p > 0.0
-        spec = specialise(
-            head_dim, head_dim_v, query.dtype, is_causal, deterministic, query_rows, is_masked, has_dropout
-        )
+        _, num_sms = forward._device(index)
+        if is_masked or has_dropout or grad_query is None:
+            spec = specialise(
+                head_dim, head_dim_v, query.dtype, is_causal, deterministic, query_rows, is_masked, has_dropout,
+                can_fuse=False,
+            )  # fmt: skip
+        else:
+            spec = specialise_dense(
+                head_dim, head_dim_v, query.dtype, is_causal, deterministic, batch, heads, kv_heads, seqlen_q, seqlen_k,
+                num_sms,
+            )  # fmt: skip
         if tile is not None:
             spec = spec._replace(tile=tile)
-        if grad_query is None or batch * heads * (1 + seqlen_q // _CHUNK_ROWS) > _MAX_FUSED_CHUNKS:
-            spec = spec._replace(tile=dataclasses.replace(spec.tile, fused=False))
         self.specialisation = spec
         tile = spec.tile
-        cluster = 2 if tile.paired else 1  # of blocks, whose tiles of keys count as one
+        cluster = spec.blocks_of_cluster
         q_tiles, k_tiles = math.ceil(seqlen_q / tile.block_m), math.ceil(seqlen_k / (tile.block_n * cluster))
         all_q_tiles, blocks = q_tiles * batch * heads, k_tiles * batch * kv_heads
         chunk_tiles = max(1, _CHUNK_ROWS // tile.block_m)
@@ -400,22 +469,23 @@ class Plan:
             if tensor is not None:
                 for dim, what in enumerate(("batch", "head", "row")):
                     strides[f"{name}_stride_{what}"] = tensor.stride(dim)
-        _, num_sms = forward._device(index)
         head_bytes = query_rows * (head_dim * 6 + head_dim_v * 2)
         # Enough for a wave of blocks, however large.
         heads_per_group = max(_L2_BYTES // head_bytes, math.ceil(num_sms / (k_tiles * cluster)))
         if deterministic and is_causal:
             # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
             heads_per_group = max(heads_per_group, math.ceil(num_sms / 3))
-        if tile.fused:
-            # The sums of three groups are to stay in L2.
-            heads_per_group = max(1, num_sms // (k_tiles * cluster))
         heads_per_group = min(heads_per_group, batch * kv_heads)
-        # Four groups: one prepares, one computes, one finishes, one has finished.
-        slots = min(4 * heads_per_group, batch * kv_heads) if tile.fused and tile.recycle else batch * kv_heads
+        slots = batch * kv_heads
+        if tile.fused:
+            heads_per_group = _heads_in_work(spec, batch * kv_heads, seqlen_k, num_sms)
+            if _saves_sums(spec, batch * kv_heads, seqlen_k, num_sms):
+                slots = _most_slots(spec, batch * kv_heads)
+            if tile.paired:  # four groups: one prepares, one computes, one finishes, one has finished
+                slots = min(slots, 4 * heads_per_group)
         self._sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 32)
         self._semaphores_at = self._sums_at + slots * heads // kv_heads * q_tiles * tile.block_m * spec.head_dim
-        self._workspace_floats = self._semaphores_at + (all_q_tiles * tile.num_warpgroups if spec.in_order else 0)
+        self._workspace_floats = self._semaphores_at + (all_q_tiles * tile.num_warpgroups if deterministic else 0)
         of_dropout = dropout.params_of(dropout_p) if has_dropout else dropout.DropoutParams()
         self._params = BackwardParams(
             **strides,
@@ -449,7 +519,7 @@ class Plan:
         self._counter_bytes = 0
         if tile.fused:
             self._counter_bytes = _COUNTERS_BYTES + 4 * batch * kv_heads * (1 + chunks)
-        elif spec.in_order or tile.persistent:
+        elif deterministic or tile.persistent:
             self._counter_bytes = _COUNTERS_BYTES
         self._frames: list[driver.Frame] = []
 
@@ -462,13 +532,14 @@ class Plan:
             with torch.cuda.device(index):
                 return self(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed)
         workspace = _allocate(query, self._workspace_floats)
-        # These stay referenced until the driver has copied them.
+        start, grad_out_pointer = workspace.data_ptr(), grad_out.data_ptr()
         query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map = self._maps
+        # These stay referenced until the driver has copied them.
         maps = (
             query_map.get(query.data_ptr()),
             key_map.get(key.data_ptr()),
             value_map.get(value.data_ptr()),
-            grad_out_map.get(grad_out.data_ptr()),
+            grad_out_map.get(grad_out_pointer),
             grad_key_map.get(grad_key.data_ptr()),
             grad_value_map.get(grad_value.data_ptr()),
         )
@@ -476,30 +547,24 @@ class Plan:
             frame = self._frames.pop()
         except IndexError:
             frame = driver.Frame(self._configs, self._params, len(maps))
-        pointers, params = frame.pointers, frame.params
-        for position, (address, _) in enumerate(maps):
-            pointers[position] = address
-        start = workspace.data_ptr()
-        params.out = out.data_ptr()
-        params.grad_out = grad_out.data_ptr()
-        params.logsumexp = logsumexp.data_ptr()
-        grad_query_pointer = params.grad_query = None if grad_query is None else grad_query.data_ptr()
-        params.statistics = grad_query_pointer if self._statistics_in_gradient else start
-        params.sums = start + 4 * self._sums_at
-        params.semaphores = start + 4 * self._semaphores_at
+        params = frame.params
+        _MAP_ADDRESSES.pack_into(frame.pointers, 0, *[address for address, _ in maps])
+        grad_query_pointer = 0 if grad_query is None else grad_query.data_ptr()
         stream = driver.current_stream(index)
-        if self._counter_bytes:
-            params.counters = driver.counters(index, stream, self._counter_bytes)
-        spec = self.specialisation
-        if spec.tile.fused:
-            params.semaphores = params.counters + _COUNTERS_BYTES
+        counters = driver.counters(index, stream, self._counter_bytes) if self._counter_bytes else 0
+        semaphores = counters + _COUNTERS_BYTES if self.specialisation.tile.fused else start + 4 * self._semaphores_at
+        _ADDRESSES.pack_into(
+            params, 0, out.data_ptr(), grad_out_pointer, logsumexp.data_ptr(), grad_query_pointer,
+            grad_query_pointer if self._statistics_in_gradient else start,
+            start + 4 * self._sums_at, semaphores, counters,
+        )  # fmt: skip
         if self._mask is not None:
             lists = self._mask.make(mask, index, stream)
             params.mask.bits, params.mask.lists = lists.bits, lists.lists
         if self._dropout is not None:
             table = self._dropout.make(seed, index, stream)
             params.dropout.keys = table.data_ptr()
-        entries = spec.launched if grad_query is not None else (PREPARE, MAIN)
+        entries = self.specialisation.launched if grad_query is not None else (PREPARE, MAIN)
         for entry, function, config in zip(entries, self._functions, frame.configs, strict=False):
             arguments = frame.arguments if entry == MAIN else frame.only_params
             launch_counts[entry] += 1
@@ -590,25 +655,30 @@ class Repeat:
 
     __slots__ = ("_grads", "_plan", "_wanted")
 
-    def __init__(self, plan: Plan, grads: tuple[torch.Tensor | None, ...], wanted: tuple[bool, ...]) -> None:
-        """grads: of query (or None), key and value; wanted: which of query, key and value the caller asked for."""
+    def __init__(self, plan: Plan, grads: tuple[torch.Tensor | None, ...], wanted: Sequence[bool]) -> None:
+        """grads: of query (or None), key and value; wanted: those of query, key, value and mask asked for, not mask."""
         self._plan = plan
         self._wanted = wanted
         self._grads = [None if grad is None else ((*grad.shape,), grad.stride(), grad.dtype) for grad in grads]
 
-    def __call__(self, grad_out, query, key, value, out, logsumexp) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of query, key and value, None for those not asked for."""
+    def __call__(
+        self, grad_out, query, key, value, out, logsumexp, mask=None, seed=None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of query, key, value and mask, None for those not asked for, the mask's too.
+
+        mask and seed where the first call had them.
+        """
         empty = _torch.allocator(query)
         of_query, of_key, of_value = self._grads
         grad_query = None if of_query is None else empty(*of_query)
         grad_key, grad_value = empty(*of_key), empty(*of_value)
-        self._plan(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value)
-        _, key_wanted, value_wanted = self._wanted
-        return grad_query, grad_key if key_wanted else None, grad_value if value_wanted else None
+        self._plan(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed)
+        _, key_wanted, value_wanted, _ = self._wanted
+        return grad_query, grad_key if key_wanted else None, grad_value if value_wanted else None, None
 
 
-# Backwards of late, by (is_causal, scale, which gradients are asked for, deterministic) and the tensors (grad_out,
-# query, key, value, out, logsumexp). Whoever finds one here need not ask `suits`.
+# Backwards of late, by all that they depend on beside the tensors (grad_out, query, key, value, out, logsumexp, and a
+# mask if there is one). Whoever finds one here need not ask `suits`.
 recent = Recent()
 
 

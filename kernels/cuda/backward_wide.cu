@@ -17,8 +17,7 @@
 // in the columns of its half. There is room for it because grad_out comes in halves of its columns, three of which are
 // there at a time. Both visit the same query tiles: in a causal call the second block sees nothing of the last one.
 // They run in step: dS of a tile is overwritten once both blocks have used it, of which the arrivals on `ds_empty`
-// tell.
-// MULTICAST: each loads half of the query and grad_out tiles for both, once both have emptied the stage.
+// tell. Each loads half of the query and grad_out tiles for both, once both have emptied the stage.
 //
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of 64 rows, P (float32), DS_STAGES of dS.
 // Registers: HEAD_DIM / 2 for a sum, 32 for S or dP, 16 for either rounded, of 208; 32 for a box of grad_query, of 72.
@@ -27,7 +26,7 @@
 #include "backward.cuh"
 
 static_assert(BLOCK_M == 64 && STEP_M == 64 && BLOCK_N == 64 && CONSUMERS == 1 && SPLIT_ROWS && !KEYS_IN_REGISTERS);
-static_assert(!FIRST_STORES && !PACKED);
+static_assert(!PACKED);
 // The gradients' warpgroup asks for the next grad_out tile, which is loaded after the next query tile, before it is
 // done with this query tile.
 static_assert(Q_STAGES > 1);
@@ -37,7 +36,6 @@ constexpr int P_BYTES = BLOCK_M * BLOCK_N * 4;
 // grad_out arrives in portions of its columns, into a ring of slots.
 constexpr int DO_PORTIONS = PAIRED ? 2 : 1, DO_SLOTS = PAIRED ? 3 : DO_STAGES;
 constexpr int PORTION_COLUMNS = PAIRED ? 128 : HEAD_DIM_V, PORTION_BYTES = DO_BYTES / DO_PORTIONS;
-static_assert(!MULTICAST || PAIRED);
 static_assert(!PAIRED || (HEAD_DIM > 192 && HEAD_DIM_V > 192 && !DETERMINISTIC));
 // PAIRED: the other block's keys in this one's columns of grad_query, and its dS.
 constexpr int HALF_BOXES = 2, OTHER_KEY_BYTES = PAIRED ? HALF_BOXES * BLOCK_N * BOX_ROW_BYTES : 0;
@@ -86,14 +84,14 @@ __device__ __forceinline__ void release_together(uint32_t barrier) {
 __device__ __forceinline__ void release_stage(uint32_t barrier) {
   if (threadIdx.x % 32 == 0) {
     barrier_arrive(barrier);
-    if (MULTICAST) barrier_arrive_remote(in_block(barrier, cluster_rank() ^ 1));
+    if (PAIRED) barrier_arrive_remote(in_block(barrier, cluster_rank() ^ 1));
   }
 }
 // Loads BOXES boxes of a query or grad_out tile, from `first_column` on.
 template <int BOXES>
 __device__ __forceinline__ void load_stage(const TensorMap& map, uint32_t destination, uint32_t barrier, int row,
                                            int head, int batch, int first_column) {
-  if constexpr (MULTICAST) {
+  if constexpr (PAIRED) {
     constexpr int BYTES = BLOCK_M * BOX_ROW_BYTES;
     barrier_arrive_expect(barrier, BOXES * BYTES);  // from both
 #pragma unroll
@@ -465,11 +463,11 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
     // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each warp that reads.
     for (int stage = 0; stage < Q_STAGES; ++stage) {
       barrier_init(shared.q_full(stage), 2);
-      barrier_init(shared.q_empty(stage), MULTICAST ? 16 : 8);
+      barrier_init(shared.q_empty(stage), PAIRED ? 16 : 8);
     }
     for (int slot = 0; slot < DO_SLOTS; ++slot) {
       barrier_init(shared.do_full(slot), 1);
-      barrier_init(shared.do_empty(slot), MULTICAST ? 16 : 8);
+      barrier_init(shared.do_empty(slot), PAIRED ? 16 : 8);
     }
     for (int stage = 0; stage < DS_STAGES; ++stage) {
       barrier_init(shared.ds_full(stage), 4);

@@ -67,7 +67,8 @@ __device__ __forceinline__ bool look_at_pieces(uint8_t* pieces, const uint8_t* m
     }
     const int content = content_of_words(any, all);
     any_lowest |= content == SOME_LOWEST;
-    pieces[piece] = content;
+    // A tile that ends past the last key is not full: those are visited without a look at where keys end.
+    pieces[piece] = count < PIECE ? content | SOME_HIDDEN : content;
   }
   return any_lowest;
 }

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from ... import driver
+from ... import _torch, driver
 from .. import launch_counts
 
 ENTRY = "flash_dropout_keys"
@@ -47,7 +47,7 @@ def params_of(dropout_p: float) -> DropoutParams:
 
 
 def _empty(size: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((size,), dtype=torch.int32, device=device)
+    return _torch.empty_here(size, torch.int32, device)
 
 
 class Keys:

@@ -29,13 +29,14 @@
 //
 // Shared memory: Q_STAGES query tiles, STAGES key and STAGES value tiles, each a row of boxes of 64 columns (tma.cuh).
 // With a single query buffer (head_dim above 192) outputs go from registers to global memory.
-// Registers: BLOCK_N / 2 + BLOCK_N / 4 + HEAD_DIM_V / 2 for S, P and out, of 232 with two consumers and 160 with three.
+// Registers: BLOCK_N / 2 + BLOCK_N / 4 + HEAD_DIM_V / 2 for S, P and out, of 232 with two consumers, 160 with three and
+// 112 with four.
 //
-// Defined by the host (forward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, BLOCK_N, STAGES, Q_STAGES,
-// IS_CAUSAL, MASKED, PACKED, BIAS_BYTES (of an element of a float mask, or 0), BIAS_PER_KEY (it has one row for all
-// queries), BIAS_STAGES (tiles of it in flight), DROPOUT, EARLY (what mask or dropout need of a tile is made before its
-// scores are waited for, which ptxas would not do by itself), IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at
-// the matrix unit).
+// Defined by the host (forward.py): HEAD_DIM (a multiple of 16), HEAD_DIM_V (one of 8), BLOCK_M, BLOCK_N, STAGES,
+// Q_STAGES, ROTATE (warpgroups exchange their rows with every query tile), IS_CAUSAL, MASKED, PACKED, BIAS_BYTES (of an
+// element of a float mask, or 0), BIAS_PER_KEY (it has one row for all queries), BIAS_STAGES (tiles of it in flight),
+// DROPOUT, EARLY (what mask or dropout need of a tile is made before its scores are waited for, which ptxas would not
+// do by itself), IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
 #include "barrier.cuh"
 #include "dropout.cuh"
 #include "mask.cuh"
@@ -73,6 +74,7 @@ static_assert(!IS_CAUSAL || ceil_div(BLOCK_M - 64, BLOCK_N) < STAGES);
 static_assert(!IS_CAUSAL || BLOCK_N % 64 == 0);
 static_assert(!(IS_CAUSAL && MASKED));
 static_assert(!(PACKED && MASKED));
+static_assert(!ROTATE || !(MASKED || PACKED || DROPOUT));
 static_assert(MASKED || !BIAS_BYTES);
 // In the pieces that lists are made of, and as many keys as one word has bits for.
 static_assert(!MASKED || (BLOCK_N % 16 == 0 && BLOCK_N <= 128));
@@ -80,8 +82,8 @@ static_assert(!MASKED || (BLOCK_N % 16 == 0 && BLOCK_N <= 128));
 constexpr bool COUNTED = IS_CAUSAL || MASKED || PACKED;
 // Where tiles of a mask are loaded too, the loading thread has more to remember.
 constexpr bool LARGE_PRODUCER = BIAS_BYTES > 0 && HEAD_DIM_V <= 192;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : LARGE_PRODUCER ? 56 : 40;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : LARGE_PRODUCER ? 224 : 232;
+constexpr int PRODUCER_REGISTERS = CONSUMERS >= 3 ? 32 : LARGE_PRODUCER ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : LARGE_PRODUCER ? 224 : 232;
 // With two query buffers the output leaves through its query's; a single one is needed for the next query before.
 constexpr bool STAGE_OUT = Q_STAGES > 1;
 constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
@@ -416,7 +418,7 @@ __device__ __forceinline__ void stage_out(const float (&out)[HEAD_DIM_V / 2], co
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = 4 * (group + i / 2) + 2 * (i % 2);
-      words[i] = pack(out[at] * inverse[i % 2], out[at + 1] * inverse[i % 2]);
+      words[i] = at < HEAD_DIM_V / 2 ? pack(out[at] * inverse[i % 2], out[at + 1] * inverse[i % 2]) : 0;
     }
     store_matrices(chunk_address<BLOCK_M>(address, row, group + lane / 16), words);
   }
@@ -450,12 +452,13 @@ __device__ __forceinline__ void store_out(const float (&out)[HEAD_DIM_V / 2], co
   }
 }
 
-// The first of this warp's 16 rows within the tile, and of the two that this thread holds.
-__device__ __forceinline__ int row_of_warp() {
-  return 16 * (threadIdx.x / 32 - 4);
+// The first of this warp's 16 rows within the tile, and of the two that this thread holds. `share`: which 64 rows its
+// warpgroup has, where that is not always the one of its own number.
+__device__ __forceinline__ int row_of_warp(int share) {
+  return ROTATE ? 64 * share + threadIdx.x % 128 / 32 * 16 : 16 * (threadIdx.x / 32 - 4);
 }
-__device__ __forceinline__ int row_of_thread() {
-  return row_of_warp() + threadIdx.x % 32 / 4;
+__device__ __forceinline__ int row_of_thread(int share) {
+  return row_of_warp(share) + threadIdx.x % 32 / 4;
 }
 
 __device__ __forceinline__ void consume(const ForwardParams& params, const Shared& shared, int warpgroup) {
@@ -489,12 +492,17 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   bool first_mixed;          // does the query tile begin with a mixed one?
   const uint8_t* mask_rows;  // the mask of the tile's batch and head
   int tile_row;              // first row of the tile, counted as its keys are
-  int tile_keys;             // how many keys the tile's sequence has, of packed ones
   bool accumulate = false;   // true once `out` holds a product of this query tile
+  int share = warpgroup;     // which 64 rows of the tile are this warpgroup's
   uint32_t row_key = 0;      // dropout's, of both rows of this thread
   uint32_t
       bits[DROPOUT ? BLOCK_N / 4 : 1];  // likewise, of the current key tile: [2 g + e] of column 8 g + 2 (lane % 4) + e
-  const auto seqlen_k = [&] { return PACKED ? tile_keys : params.seqlen_k; };
+#if PACKED
+  int tile_keys = 0;  // how many keys the tile's sequence has
+  const auto seqlen_k = [&] { return tile_keys; };
+#else
+  const auto seqlen_k = [&] { return params.seqlen_k; };
+#endif
 
   // Reads the next query tile, and passes over key tiles that none of the warpgroup's rows sees.
   const auto begin_tile = [&] {
@@ -517,14 +525,16 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
 #else
     tile_row = tile.first_row;
 #endif
+    // The lower rows of a causal tile see more keys: no warpgroup should have them always.
+    if (ROTATE) share = share + 1 == CONSUMERS ? 0 : share + 1;
     if constexpr (DROPOUT) {
       // Rows past the end are not written.
       const int64_t head = (int64_t)tile.batch * params.num_heads + tile.head;
       const uint32_t* const row_keys = dropout_rows(params.dropout, head, params.seqlen_q, params.seqlen_k);
-      row_key = __ldg(row_keys + min(tile_row + row_of_thread(), params.seqlen_q - 1));
+      row_key = __ldg(row_keys + min(tile_row + row_of_thread(share), params.seqlen_q - 1));
     }
-    const int first_row = tile_row + 64 * warpgroup;
-    query = descriptor(shared.query + q.stage * Q_BYTES + warpgroup * 64 * BOX_ROW_BYTES, 0);
+    const int first_row = tile_row + 64 * share;
+    query = descriptor(shared.query + q.stage * Q_BYTES + share * 64 * BOX_ROW_BYTES, 0);
     if (IS_CAUSAL) {
       for (; j >= ceil_div(min(seqlen_k(), first_row + 64), BLOCK_N) && !(PACKED && j == 0); --j) {
         barrier_wait(shared.k_full(k.stage), k.phase);
@@ -573,7 +583,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     for (int i = 0; i < BLOCK_N / 4; ++i) probabilities[i] = pack(scores[2 * i], scores[2 * i + 1]);
   };
   const auto mask_scores = [&] {
-    const int last = seqlen_k() - 1, row = tile_row + row_of_thread(), first_key = j * BLOCK_N;
+    const int last = seqlen_k() - 1, row = tile_row + row_of_thread(share), first_key = j * BLOCK_N;
     mask(scores, (IS_CAUSAL ? min(last, row) : last) - first_key, (IS_CAUSAL ? min(last, row + 8) : last) - first_key,
          threadIdx.x % 4);
   };
@@ -583,7 +593,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   // What these rows see of the mixed key tile in the current stage. Begins the loads: best before a wait for products.
   const auto read_mask = [&] {
     const int first_key = first_key_of_stage();
-    return Seen<BLOCK_N>(params.mask, mask_rows, tile_row + row_of_thread(), first_key, params.seqlen_q,
+    return Seen<BLOCK_N>(params.mask, mask_rows, tile_row + row_of_thread(share), first_key, params.seqlen_q,
                          params.seqlen_k);
   };
 
@@ -622,7 +632,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     // With dropout that is much, and done once.
     if (!DROPOUT) pack_probabilities();
     if (__any_sync(0xFFFFFFFF, !serves)) {
-      warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(), shared.key + k.stage * K_BYTES);
+      warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(share), shared.key + k.stage * K_BYTES);
       float rescale[2];
       softmax.sum[0] = sum[0];
       softmax.sum[1] = sum[1];
@@ -660,7 +670,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     const float subtract[2] = {softmax.shift[0] * LOG2E, softmax.shift[1] * LOG2E};
     float addends[BIAS_EARLY ? BLOCK_N / 2 : 1];
     if constexpr (BIAS_EARLY) {
-      read_bias(bias_tile(), row_of_warp(),
+      read_bias(bias_tile(), row_of_warp(share),
                 [&](int i, float bias) { addends[i] = fmaf(bias, LOG2E, -subtract[i / 2 % 2]); });
       if (EARLY) wgmma_wait_after<1>(depends_on(addends));
     }
@@ -672,7 +682,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) scores[i] = fmaf(scores[i], scale_log2, addends[i]);
       } else {
-        read_bias(bias_tile(), row_of_warp(), [&](int i, float bias) {
+        read_bias(bias_tile(), row_of_warp(share), [&](int i, float bias) {
           scores[i] = fmaf(scores[i], scale_log2, fmaf(bias, LOG2E, -subtract[i / 2 % 2]));
         });
       }
@@ -683,11 +693,11 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     release(shared.v_empty(v.stage));
     if (__any_sync(0xFFFFFFFF, !serves)) {
       if (ordinary)
-        warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(), shared.key + k.stage * K_BYTES);
+        warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(share), shared.key + k.stage * K_BYTES);
       float rescale[2];
       softmax.sum[0] = sum[0];
       softmax.sum[1] = sum[1];
-      add_bias(scores, params.softmax_scale, bias_tile(), row_of_warp(), last_key);
+      add_bias(scores, params.softmax_scale, bias_tile(), row_of_warp(share), last_key);
       softmax.restart_natural(scores, rescale);
       rescale_out(rescale);
     }
@@ -734,7 +744,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
         const int last_key = params.seqlen_k - 1 - first_key_of_stage();
         barrier_wait(shared.bias_full(bias_ring.stage), bias_ring.phase);
         wait();
-        add_bias(scores, params.softmax_scale, bias_tile(), row_of_warp(), last_key);
+        add_bias(scores, params.softmax_scale, bias_tile(), row_of_warp(share), last_key);
         softmax.restart_natural(scores, rescale);
         __syncwarp();
         release_bias();
@@ -775,7 +785,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     }
   };
 
-  const auto send = [&](const float (&inverse)[2], int q_stage, const Tile& tile) {
+  const auto send = [&](const float (&inverse)[2], int q_stage, const Tile& tile, int share) {
     // A row that sees no key is zeros, whatever the values in the tiles that other rows see.
     if ((MASKED || PACKED) && __any_sync(0xFFFFFFFF, inverse[0] == 0.0f || inverse[1] == 0.0f)) {
 #pragma unroll
@@ -783,14 +793,14 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     }
     if constexpr (STAGE_OUT) {
       if (row_limit(tile, tile.first_row + BLOCK_M) == tile.first_row + BLOCK_M)
-        stage_out(out, inverse, shared.query + q_stage * Q_BYTES, row_of_warp());
+        stage_out(out, inverse, shared.query + q_stage * Q_BYTES, row_of_warp(share));
       else
-        store_out(out, inverse, tile, tile.first_row + row_of_thread(), params);
+        store_out(out, inverse, tile, tile.first_row + row_of_thread(share), params);
       __syncwarp();
       release(shared.out_full(q_stage));
       release(shared.q_empty(q_stage));
     } else {
-      store_out(out, inverse, tile, tile.first_row + row_of_thread(), params);
+      store_out(out, inverse, tile, tile.first_row + row_of_thread(share), params);
     }
   };
 
@@ -814,9 +824,9 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     // The last product of this query tile runs beside the first one of the next.
     const Tile tile = warp_read_tile(shared.tiles + q.stage * sizeof(Tile));
     float inverse[2];
-    finish(softmax, tile, tile.first_row + row_of_thread(), inverse, params);
+    finish(softmax, tile, tile.first_row + row_of_thread(share), inverse, params);
     const Ring<STAGES> v = k.previous();
-    const int q_stage = q.stage;
+    const int q_stage = q.stage, finished_share = share;
     if (!STAGE_OUT) release(shared.q_empty(q.stage));
     q.advance();
     const bool more = begin_tile();
@@ -824,7 +834,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       barrier_wait(shared.v_full(v.stage), v.phase);
       issue_out(v.stage);
       wgmma_wait<0>();
-      send(inverse, q_stage, tile);
+      send(inverse, q_stage, tile, finished_share);
       return;
     }
     barrier_wait(shared.k_full(k.stage), k.phase);
@@ -835,7 +845,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     first_softmax([] { wgmma_wait<1>(); });
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
-    send(inverse, q_stage, tile);
+    send(inverse, q_stage, tile, finished_share);
     pack_probabilities();
   }
 }

@@ -56,7 +56,7 @@ class ForwardParams(ctypes.Structure):
         ("num_kv_heads", ctypes.c_int32),
         ("seqlen_q", ctypes.c_int32),
         ("seqlen_k", ctypes.c_int32),
-        ("head_dim_v", ctypes.c_int32),  # the tensor's own, where HEAD_DIM_V is the next multiple of 16
+        ("head_dim_v", ctypes.c_int32),  # the tensor's own, where HEAD_DIM_V is padded
         ("num_tiles", ctypes.c_int32),
         ("q_tiles", ctypes.c_int32),  # query tiles of a head
         ("heads_per_group", ctypes.c_int32),  # query heads, counted over the batch, whose keys and values share L2
@@ -70,7 +70,7 @@ class ForwardParams(ctypes.Structure):
 
 
 class Specialisation(NamedTuple):
-    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
+    """What the compiler knows of a call. head_dim: a multiple of 16, head_dim_v: one of 8; at most 256.
 
     is_masked: there is a mask. The binary then holds the kernel that makes its lists too. bias_bytes: the size of an
     element where it is of floats, otherwise 0; bias_per_key: then, whether all queries share one row of it.
@@ -102,6 +102,7 @@ class Specialisation(NamedTuple):
             "STAGES": tile.stages,
             "Q_STAGES": tile.q_stages,
             "PING_PONG": int(tile.ping_pong),
+            "ROTATE": int(tile.rotate),
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
             "PACKED": int(self.is_packed),
@@ -160,13 +161,13 @@ def specialise(
     has_dropout: bool = False,
 ) -> Specialisation:
     """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256."""
-    padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
+    padded, is_bf16 = _round_up(head_dim, 16), dtype == torch.bfloat16
     if has_dropout:
+        padded_v = _round_up(head_dim_v, 16)
         tile = tiles.choose_dropout(padded, padded_v)
-        is_bf16 = dtype == torch.bfloat16
         return Specialisation(padded, padded_v, is_causal, is_bf16, write_lse, tile, has_dropout=True)
-    tile = tiles.choose(padded, padded_v, is_causal, seqlen_q, seqlen_k, batch_heads, num_sms)
-    return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, write_lse, tile)
+    tile = tiles.choose(padded, head_dim_v, is_causal, seqlen_q, seqlen_k, batch_heads, num_sms)
+    return Specialisation(padded, tile.value_columns(head_dim_v), is_causal, is_bf16, write_lse, tile)
 
 
 def specialise_masked(
@@ -186,6 +187,11 @@ def specialise_masked(
     size = mask_dtype.itemsize
     tile = tiles.choose_biased(padded, padded_v, size, per_key)
     return Specialisation(padded, padded_v, False, is_bf16, write_lse, tile, True, size, per_key)
+
+
+def _fetched(tensor: torch.Tensor) -> int:
+    """Bytes that L2 fetches at a time: fewer where rows begin at odd multiples of 16 bytes (measured, NOTES.md)."""
+    return 128 if tensor.stride(2) * tensor.element_size() % 32 else 256
 
 
 def _round_up(number: int, step: int) -> int:
@@ -299,7 +305,7 @@ class Plan:
                         own.dtype, own.shape, own.stride(), rows, own.data_ptr(), index
                     )  # fmt: skip
             self._maps = [
-                driver.TensorMaps(t.dtype, t.shape, t.stride(), rows, t.data_ptr(), index)
+                driver.TensorMaps(t.dtype, t.shape, t.stride(), rows, t.data_ptr(), index, _fetched(t))
                 for t, rows in ((query, tile.block_m), (key, tile.block_n), (value, tile.block_n), (out, tile.block_m))
             ]
         except (driver.DriverError, OSError) as error:
@@ -317,7 +323,11 @@ class Plan:
             head_dim_v=head_dim_v,
             num_tiles=num_tiles,
             q_tiles=q_tiles,
-            heads_per_group=_heads_per_group(batch * heads, heads // kv_heads, seqlen_k, head_dim + head_dim_v),
+            heads_per_group=(
+                min(math.ceil(num_sms / 4), batch * heads)
+                if tile.short_lists and heads == kv_heads
+                else _heads_per_group(batch * heads, heads // kv_heads, seqlen_k, head_dim + head_dim_v)
+            ),
             softmax_scale_log2=softmax_scale * _LOG2E,
             softmax_scale=softmax_scale,
             batch_first=int(mask is not None and masks.strides_of(mask, scores_shape)[0] == 0),

@@ -3,7 +3,9 @@
 //
 // Of the key tiles of a query tile those that no row sees are in no list, those that every row sees whole come first,
 // and those of which some rows see some keys, "mixed", come last. mask_lists.cuh makes the lists:
-//   [number of full tiles, number of all tiles, the full tiles ascending, the mixed tiles ascending]
+//   [number of full tiles, number of all tiles, the full tiles ascending, the mixed tiles descending]
+// Descending, because biases that favour near keys (ALiBi) mostly grow towards the last key that is seen: the maximum
+// then comes first, and no later tile raises it.
 // None is empty: where no row sees a key the list holds tile 0, of which the mask then hides everything, so that nobody
 // has to know a query tile without keys.
 #pragma once

@@ -2,7 +2,7 @@
 //
 //   for each query tile of the mask's own batches and heads, one block:
 //     each warp: 32 pieces of 16 bytes, all rows: the words' or and and, until every piece is known to be mixed
-//     the first warp: key tiles from their pieces, into the list, full ones first
+//     the first warp: key tiles from their pieces, into the list, full ones first, mixed ones from the last backwards
 //
 // A mask with one row for all queries has one list for each batch and head. bias_lists.cuh: what is different where the
 // mask is of floats.
@@ -104,13 +104,14 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) flash_mask_lists(cons
 
   const int key_tiles = ceil_div(params.seqlen_k, BLOCK_N);
   int* list = params.mask.lists + (int64_t)blockIdx.x * (key_tiles + 2);
-  int full = 0;
+  int full = 0, visited = 0;
   for (int first = 0; first < key_tiles; first += 32) {
     const int tile = first + lane;
     const int content = tile < key_tiles ? content_of_tile(pieces, tile, num_pieces, lowest_hides) : 0;
     full += __popc(__ballot_sync(0xFFFFFFFF, content == SOME_SEEN));
+    visited += __popc(__ballot_sync(0xFFFFFFFF, content == SOME_SEEN || is_mixed(content)));
   }
-  int at_full = 0, at_mixed = full;
+  int at_full = 0, at_mixed = visited - 1;
   const uint32_t lanes_before = (1u << lane) - 1;
   for (int first = 0; first < key_tiles; first += 32) {
     const int tile = first + lane;
@@ -118,13 +119,13 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) flash_mask_lists(cons
     const uint32_t fulls = __ballot_sync(0xFFFFFFFF, content == SOME_SEEN);
     const uint32_t mixeds = __ballot_sync(0xFFFFFFFF, is_mixed(content));
     if (content == SOME_SEEN) list[2 + at_full + __popc(fulls & lanes_before)] = tile;
-    if (is_mixed(content)) list[2 + at_mixed + __popc(mixeds & lanes_before)] = tile;
+    if (is_mixed(content)) list[2 + at_mixed - __popc(mixeds & lanes_before)] = tile;
     at_full += __popc(fulls);
-    at_mixed += __popc(mixeds);
+    at_mixed -= __popc(mixeds);
   }
   if (lane == 0) {
-    if (at_mixed == 0) list[2] = 0;
+    if (visited == 0) list[2] = 0;
     list[0] = full;
-    list[1] = max(at_mixed, 1);
+    list[1] = max(visited, 1);
   }
 }

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ... import driver
+from ... import _torch, driver
 from .. import KernelUnavailable, launch_counts
 from ..mask_strides import strides_of
 from .tiles import BackwardTile, Tile
@@ -115,7 +115,7 @@ def list_bytes(seqlen_k: int, piece: int) -> int:
 
 
 def _empty(size: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((size,), dtype=torch.int32, device=device)
+    return _torch.empty_here(size, torch.int32, device)
 
 
 class KeyLists:

@@ -1,13 +1,14 @@
 """The one table of tile sizes of the Hopper kernels.
 
-May import nothing of ours. Imported by ``forward.py`` and ``backward.py``. No entry depends on a number of SMs:
-H100, H200, H20, GH200 and slices of them are all sm_90.
+May import nothing of ours. Imported by ``forward.py`` and ``backward.py``. H100, H200, H20, GH200 and slices of them
+are all sm_90: their numbers of SMs only decide whether the forward's larger tiles are enough for all of them.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,9 @@ class Tile:
     block_m: query rows of a tile, 64 for each consumer warpgroup. block_n: keys of a step. stages: key and value tiles
     in flight. q_stages: query tiles in flight; with two, outputs leave through the query buffers. ping_pong: warpgroups
     take turns at the matrix unit. mask_stages: tiles of a float mask in flight. early: what a float mask or dropout
-    needs of a tile of keys is made before its scores are waited for.
+    needs of a tile of keys is made before its scores are waited for. rotate: warpgroups exchange their rows with every
+    query tile. exact_value: the value's head_dim is padded to a multiple of 8, not of 16. short_lists: where each head
+    has its own keys, only few heads have their causal tiles in one list (``forward.py``).
     """
 
     block_m: int
@@ -27,6 +30,14 @@ class Tile:
     ping_pong: bool = True
     mask_stages: int = 1
     early: bool = False
+    rotate: bool = False
+    exact_value: bool = False
+    short_lists: bool = False
+
+    def value_columns(self, head_dim_v: int) -> int:
+        """The value's head_dim with its padding."""
+        step = 8 if self.exact_value else 16
+        return math.ceil(head_dim_v / step) * step
 
     @property
     def num_warpgroups(self) -> int:
@@ -39,10 +50,59 @@ class Tile:
         return (self.num_warpgroups + 1) * 128
 
 
+class LargerTile(NamedTuple):
+    """Another tile for dense calls. gain: its rate over the usual tile's, a little less than measured."""
+
+    tile: Tile
+    gain: float
+
+
 def choose(
     head_dim: int, head_dim_v: int, is_causal: bool, seqlen_q: int, seqlen_k: int, batch_heads: int, num_sms: int
 ) -> Tile:
-    """The tile for a call; head_dim and head_dim_v are multiples of 16, at most 256.
+    """The tile for a dense call; head_dim is a multiple of 16, head_dim_v one of 8, both at most 256.
+
+    The larger one, unless it leaves so many multiprocessors or rows idle that its gain is lost.
+    """
+    usual = choose_usual(head_dim, math.ceil(head_dim_v / 16) * 16, is_causal, seqlen_k)
+    larger = _larger(head_dim, head_dim_v, is_causal, seqlen_k)
+
+    def rows_in_turn(tile: Tile) -> int:
+        """Query rows that the busiest multiprocessor does."""
+        return math.ceil(math.ceil(seqlen_q / tile.block_m) * batch_heads / num_sms) * tile.block_m
+
+    return larger.tile if larger and rows_in_turn(larger.tile) <= larger.gain * rows_in_turn(usual) else usual
+
+
+def _larger(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int) -> LargerTile | None:
+    """What does better than the usual tile where there are query tiles enough, at the lengths that were measured.
+
+    Four warpgroups of 112 registers hide each other's latencies better than two, and load each key for 256 queries; in
+    causal tiles they exchange their rows, since the last ones see the most keys. A head_dim of 72 needs this most: the
+    copy engine is slow at rows that begin at odd multiples of 16 bytes.
+    """
+    largest = max(head_dim, math.ceil(head_dim_v / 16) * 16)
+    if seqlen_k < 512:
+        return None
+    if largest == 64:
+        if is_causal:
+            return LargerTile(Tile(256, 64, stages=8, q_stages=3, ping_pong=False, rotate=True), 1.15)
+        return LargerTile(Tile(256, 64, stages=8, q_stages=2), 1.04) if seqlen_k <= 8192 else None
+    if largest == 80 and head_dim_v <= 72:
+        tile = Tile(256, 64, stages=4, q_stages=1, ping_pong=False, rotate=is_causal, exact_value=True)
+        return LargerTile(tile, 1.25)
+    if largest == 80 and seqlen_k >= 2048:
+        tile = Tile(192, 64 if is_causal else 96, stages=3 if is_causal else 2, q_stages=2, ping_pong=False)
+        return LargerTile(tile, 1.05)
+    if head_dim == head_dim_v == 128 and is_causal and seqlen_k <= 1024:
+        # As large as the usual one.
+        tile = Tile(128, 64, stages=5, q_stages=2, ping_pong=False, rotate=True, short_lists=True)
+        return LargerTile(tile, 1.0)
+    return None
+
+
+def choose_usual(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int) -> Tile:
+    """The tile of calls that are short or few, and of packed sequences; head dimensions are multiples of 16.
 
     Measured on an H200 over batch * seqlen = 16,384; ``NOTES.md`` has the variants. Up to a head_dim of 64 softmax
     binds and three warpgroups share it best; above, two with more registers. Fewer keys a step waste less of the
@@ -80,7 +140,7 @@ def choose_masked(head_dim: int, head_dim_v: int, per_key: bool) -> Tile:
         return Tile(128, 128, stages=4, q_stages=2)
     if largest <= 128 and per_key:
         return Tile(128, 128, stages=2, q_stages=2, ping_pong=False)
-    return choose(head_dim, head_dim_v, True, 4096, 4096, 64, 132)
+    return choose_usual(head_dim, head_dim_v, True, 4096)
 
 
 def masked_variants(head_dim: int, head_dim_v: int) -> tuple[Tile, ...]:
@@ -134,14 +194,27 @@ def choose_dropout(head_dim: int, head_dim_v: int) -> Tile:
         return Tile(128, 128, stages=4, q_stages=2)
     if largest <= 128:
         return Tile(128, 64, stages=4, q_stages=2, ping_pong=False)
-    tile = choose(head_dim, head_dim_v, True, 4096, 4096, 64, 132)
+    tile = choose_usual(head_dim, head_dim_v, True, 4096)
     return tile if tile.stages < 3 or tile.q_stages == 1 else replace(tile, stages=tile.stages - 1)
+
+
+_LENGTHS = (512, 1024, 4096, 16384)
 
 
 def variants(head_dim: int, head_dim_v: int, is_causal: bool) -> tuple[Tile, ...]:
     """Every tile that ``choose`` can give for these head dimensions: what the build tests compile."""
-    lengths = (512, 1024, 4096)
-    return tuple(dict.fromkeys(choose(head_dim, head_dim_v, is_causal, n, n, 64, 132) for n in lengths))
+    return tuple(
+        dict.fromkeys(
+            choose(head_dim, head_dim_v, is_causal, n, n, batch_heads, 132)
+            for batch_heads in (1, 1056)
+            for n in _LENGTHS
+        )
+    )
+
+
+def packed_variants(head_dim: int, head_dim_v: int, is_causal: bool) -> tuple[Tile, ...]:
+    """The same of packed sequences."""
+    return tuple(dict.fromkeys(choose_usual(head_dim, head_dim_v, is_causal, n) for n in _LENGTHS))
 
 
 @dataclass(frozen=True)
@@ -153,15 +226,13 @@ class BackwardTile:
 
     Of the kernel for head_dim up to 128 alone: keys_in_registers: the keys and values of the block are kept there.
     turns: warpgroups take turns at the exponentials. delta_first: dP's accumulators begin with -delta. persistent: a
-    block for each multiprocessor, which does one tile of keys after the other. first_stores: the query's gradient needs
-    no zeros before, since the block of a head's first keys stores its share, for which the others wait.
+    block for each multiprocessor, which does one tile of keys after the other. unstaged: consumers add their shares of
+    the query's gradient from registers.
 
-    fused: one kernel prepares, computes and finishes, part by part. recycle: it has sums for a few heads at a time.
-
-    unstaged (head_dim up to 128): consumers add their shares of the query's gradient from registers.
+    fused: one kernel prepares, computes and finishes, part by part.
 
     Of the kernel for larger ones, with a head_dim above 192: paired: two blocks share the query's gradient of the keys
-    of both; do_stages does not count. multicast: these load query and grad_out tiles once for both.
+    of both, and load query and grad_out tiles once for both; do_stages does not count.
     """
 
     block_m: int
@@ -174,12 +245,9 @@ class BackwardTile:
     turns: bool = False
     delta_first: bool = False
     persistent: bool = False
-    first_stores: bool = False
     fused: bool = False
-    recycle: bool = False
     unstaged: bool = False
     paired: bool = False
-    multicast: bool = False
 
     @property
     def num_warpgroups(self) -> int:
@@ -195,9 +263,31 @@ class BackwardTile:
 def choose_backward(
     head_dim: int, head_dim_v: int, is_causal: bool, query_rows: int, deterministic: bool
 ) -> BackwardTile:
-    """The tile of the backward for a call; head_dim and head_dim_v are multiples of 16, at most 256.
+    """The tile of the backward for a call without mask and dropout that has heads enough to fuse its kernels.
 
-    query_rows: how many queries a key head has, those of all its query heads together. ``NOTES.md`` has the variants.
+    head_dim and head_dim_v: multiples of 16, at most 256. query_rows: how many queries a key head has, those of all its
+    query heads together. Measured on an H200 at S = 512 to 16,384 of 16,384 tokens; ``NOTES.md`` has the table.
+    """
+    usual = choose_backward_usual(head_dim, head_dim_v, is_causal, query_rows, deterministic)
+    if deterministic or head_dim != head_dim_v:
+        return usual
+    if head_dim == 256 and query_rows >= (4096 if is_causal else 1024):
+        return replace(usual, ds_stages=1, fused=True, paired=True)
+    if head_dim == 128 and is_causal:
+        return replace(usual, persistent=query_rows < 8192, unstaged=query_rows >= 8192)
+    if head_dim == 128 and query_rows >= 4096:
+        return replace(usual, fused=True)
+    if head_dim == 64 and query_rows < 8192:
+        fused = query_rows <= 2048 if is_causal else query_rows >= 3072
+        return replace(usual, fused=fused, persistent=usual.persistent or fused or is_causal)
+    return usual
+
+
+def choose_backward_usual(
+    head_dim: int, head_dim_v: int, is_causal: bool, query_rows: int, deterministic: bool
+) -> BackwardTile:
+    """The tile of calls with a mask or dropout, of packed sequences, and where ``choose_backward`` has no better one.
+
     Where blocks are short, a block that goes on to its next keys at once saves a good part of its time. Deterministic
     ones wait for one another, and should not hold keys that they have not begun.
     """

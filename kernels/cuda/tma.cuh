@@ -94,13 +94,6 @@ __device__ __forceinline__ void reduce_bytes(float* destination, uint32_t source
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// The same bytes in their stead.
-__device__ __forceinline__ void store_bytes(float* destination, uint32_t source, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
-               : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
 // Waits until this thread's stores have read shared memory.
 __device__ __forceinline__ void store_wait() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");

@@ -8,7 +8,6 @@ small kernel writes on the GPU, where the lengths are. Imported by ``torch_flash
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import math
 import os
 
@@ -80,13 +79,11 @@ def _same_lengths(options: Options, extras: Extras) -> bool:
 
 
 def specialise(
-    head_dim: int, head_dim_v: int, dtype: torch.dtype, is_causal: bool, *, rows: int, keys: int, sequences: int,
-    heads: int, num_sms: int,
-) -> Specialisation:  # fmt: skip
-    """The specialisation for packed tensors of so many rows, keys and sequences: tiles as for their mean length."""
+    head_dim: int, head_dim_v: int, dtype: torch.dtype, is_causal: bool, *, keys: int, sequences: int
+) -> Specialisation:
+    """The specialisation for packed tensors of so many keys and sequences: tiles as for their mean length."""
     padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
-    mean_q, mean_k = max(rows // max(sequences, 1), 1), max(keys // max(sequences, 1), 1)
-    tile = tiles.choose(padded, padded_v, is_causal, mean_q, mean_k, sequences * heads, num_sms)
+    tile = tiles.choose_usual(padded, padded_v, is_causal, max(keys // max(sequences, 1), 1))
     return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, True, tile, is_packed=True)
 
 
@@ -112,9 +109,8 @@ class Plan:
             kv_heads = 1
         _, num_sms = _device(index)
         spec = self.specialisation = specialise(
-            head_dim, head_dim_v, query.dtype, options.window_right == 0, rows=total_q, keys=total_k,
-            sequences=call.num_sequences, heads=heads, num_sms=num_sms,
-        )  # fmt: skip
+            head_dim, head_dim_v, query.dtype, options.window_right == 0, keys=total_k, sequences=call.num_sequences
+        )
         tile = spec.tile
         self._schedule = call.schedule(options, extras, tile.block_m, None)
         slots = self._schedule.query_slots
@@ -217,10 +213,9 @@ class BackwardPlan:
         group = heads // kv_heads
         mean_rows = total_q // max(call.num_sequences, 1) * group
         spec = dense_backward.specialise(
-            head_dim, head_dim_v, query.dtype, options.window_right == 0, False, mean_rows
+            head_dim, head_dim_v, query.dtype, options.window_right == 0, False, mean_rows, is_packed=True
         )
-        tile = dataclasses.replace(spec.tile, persistent=False, fused=False, recycle=False, unstaged=False)
-        spec = self.specialisation = spec._replace(tile=tile, is_packed=True)
+        self.specialisation, tile = spec, spec.tile
         self._schedule = call.schedule(options, extras, tile.block_m, tile.block_n)
         q_slots, k_slots = self._schedule.query_slots, self._schedule.key_slots
         blocks, q_blocks = k_slots * kv_heads, q_slots * heads

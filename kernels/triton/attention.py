@@ -18,6 +18,7 @@ from ... import _torch
 from ...plans import Plans
 from ..mask_strides import strides_of
 from . import backward as backward_kernels
+from . import backward_wide as wide_kernels
 from . import dropout as dropout_kernels
 from . import forward as forward_kernels
 from .common import DROPOUT_PITCH
@@ -101,10 +102,10 @@ class _Call:
             self.mask_offset_type = "i32" if extent < 2**31 else "i64"
 
         self.listed = mask is not None and self.worth_listing(query, mask)
-        # Tiles of the mask come by tensor maps too, with the sizes that it has in memory; a row for all queries
-        # does not.
+        # Tiles of the mask come by tensor maps too, with the sizes that it has in memory; a row for all queries or a
+        # column for all keys does not.
         self.mask_can_be_mapped = False
-        if mask is not None and self.mask_strides[2] != 0:
+        if mask is not None and self.mask_strides[2] != 0 and self.mask_strides[3] != 0:
             self.unexpanded_mask = mask[tuple(slice(None if stride else 1) for stride in self.mask_strides[:2])]
             self.mask_can_be_mapped = TensorMap.accepts(self.unexpanded_mask)
         self.constants = {
@@ -158,6 +159,14 @@ class _Call:
         # and that error grows with the length of the sum: above 256 it would show.
         return "ieee" if self.head_dim_padded > 256 else "tf32x3"
 
+    def split_products(self) -> None:
+        """Let float32 tensors' products be of float16 halves where that is faster; only some kernels can do that.
+
+        Measured on sm_90 alone, where float16 has twice the rate of TF32. ``common.split_rows`` says how.
+        """
+        if self.family == "sm_90" and self.head_dim_padded <= 128 and self.constants["PRECISION"] == "tf32x3":
+            self.constants["PRECISION"] = "fp16x3"
+
     def strides(self, names: str, tensor: torch.Tensor, prefix: str = "stride_") -> dict:
         """{stride_xb: ..., ...} of a rank-4 tensor; batch and head strides are always 64 bits wide."""
         b, h, row, column = (f"{prefix}{name}" for name in names.split())
@@ -194,6 +203,8 @@ class _Call:
 
     def tile(self, kernel: str):
         """The tile of one kernel for this call."""
+        if self.constants["PRECISION"] == "fp16x3":
+            return choose(kernel, self.family, self.dtype.itemsize, self.head_dim_padded, "split")
         kind = "masked" if self.mask_kind != MASK_NONE else "causal" if self.is_causal else "full"
         return choose(kernel, self.family, self.dtype.itemsize, self.head_dim_padded, kind)
 
@@ -203,7 +214,8 @@ class _Call:
         order = kernel.arg_names
         every_scalar = strides | mask_strides | scalars
         maps = {}
-        can_map = streamed and self.has_tma and self.dtype.itemsize == 2
+        precision = names.get("PRECISION", self.constants["PRECISION"])
+        can_map = streamed and self.has_tma and (self.dtype.itemsize == 2 or precision == "fp16x3")
         if can_map and all(TensorMap.accepts(pointers[name]) for name in streamed):
             maps = {name: TensorMap(pointers[name], *block) for name, block in streamed.items()}
         constants = self.constants | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": bool(maps)} | names
@@ -249,6 +261,25 @@ class _DropoutKeys:
         return table
 
 
+def keys_are_wide(call: _Call, tensors) -> bool:
+    """Do the kernels of backward_wide.py compute the gradients of keys and values?"""
+    return (
+        call.family == "sm_90" and call.block_d == 512 and call.constants["HEAD_DIM"] == call.constants["HEAD_DIM_V"]
+        and call.mask_kind == MASK_NONE and not call.constants["DROPOUT"] and call.dtype.itemsize == 2 and call.has_tma
+        and all(TensorMap.accepts(tensor) for tensor in tensors)
+        and _rows_of_a_sum(call.seqlen_q * (call.heads // call.kv_heads)) == 0
+    )  # fmt: skip
+
+
+def value_parts_of(call: _Call, tensors) -> int:
+    """How many programs share the columns of a tile of out: an accumulator of 512 columns takes two warpgroups, of
+    which Triton has both compute all scores of 64 rows, and leaves no room for two programs on a multiprocessor.
+    """
+    mapped = call.has_tma and call.dtype.itemsize == 2 and all(TensorMap.accepts(tensor) for tensor in tensors)
+    wide = call.family == "sm_90" and call.constants["HEAD_DIM_V"] == 512 and call.mask_kind == MASK_NONE
+    return 2 if mapped and wide else 1
+
+
 class _ForwardPlan:
     """The launches of one forward: where the mask's tiles are listed, the kernels that do so, then the attention."""
 
@@ -256,7 +287,9 @@ class _ForwardPlan:
                  target=None):
         tensors = query, key, value, out
         call = _Call(query, key, value, mask, dropout_p, is_causal, scale, tensors, allow_tf32, target)
-        tile = call.tile("forward")
+        call.split_products()
+        value_parts = value_parts_of(call, tensors)
+        tile = call.tile("forward" if value_parts == 1 else "wide_forward")
         # The kernel takes the maximum before it scales, so the sign goes into the query; a zero scale likewise.
         factor = (scale > 0) - (scale < 0)
         kernel_scale = abs(call.kernel_scale) if factor else 1.0
@@ -273,10 +306,12 @@ class _ForwardPlan:
         names = {"STORE_LOGSUMEXP": logsumexp is not None, "QUERY_FACTOR": factor}
         names["BOUND_KEYS"] = call.seqlen_k % tile.block_n != 0
         names["SUM_ROWS"] = _rows_of_a_sum(call.seqlen_k)
-        programs = math.ceil(call.seqlen_q / tile.block_m) * call.batch * call.heads
+        block_dv = call.block_dv // value_parts
+        names |= {"VALUE_PARTS": value_parts, "BLOCK_DV": block_dv}
+        programs = math.ceil(call.seqlen_q / tile.block_m) * call.batch * call.heads * value_parts
         self.attention = call.launch(
             forward_kernels.attention_forward, programs, tile, pointers, strides, call.strides_of_mask(), scalars,
-            names, {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
+            names, {"key": (tile.block_n, call.block_d), "value": (tile.block_n, block_dv)},
         )
 
     @property
@@ -334,6 +369,7 @@ class _BackwardPlan:
                  grad_query, grad_key, grad_value, needs_mask, logsumexp_pitch, allow_tf32, target=None):
         tensors = [t for t in (query, key, value, out, grad_out, grad_query, grad_key, grad_value) if t is not None]
         call = _Call(query, key, value, mask, dropout_p, is_causal, scale, tensors, allow_tf32, target)
+        call.split_products()
         low = logsumexp if logsumexp.dim() == 4 else None
         self.mask_tiles = None
         if call.listed:
@@ -344,7 +380,9 @@ class _BackwardPlan:
         keys = self.dropout_keys.table if dropout_p > 0.0 else None
         inputs = {"query": query, "key": key, "value": value, "mask": mask, "mask_tiles": lists, "dropout_keys": keys}
         # Rows of statistics reach to the end of the last tile of every kernel, so that nobody needs bounds there.
-        kernels = ("backward_query", "backward_key_value", "backward_mask")
+        wide = grad_key is not None and keys_are_wide(call, tensors)
+        of_keys = ("wide_key", "wide_value") if wide else ("backward_key_value", "backward_mask")
+        kernels = ("backward_query", *of_keys)
         longest = max(call.tile(kernel).block_m for kernel in kernels)
         self.padded_q = math.ceil(call.seqlen_q / longest) * longest
         plane = call.batch * call.heads * self.padded_q
@@ -382,7 +420,20 @@ class _BackwardPlan:
             self._shared_dims = [dim for dim in range(2) if mask.size(dim) != self.key_sums[dim]]
 
         self.key_value = None
-        if grad_key is not None:
+        self.wide: tuple[Launch, ...] = ()
+        if wide:
+            key_strides = call.strides("dkb dkh dkn dkd", grad_key)
+            value_strides = call.strides("dvb dvh dvn dvd", grad_value)
+            pointers = {"query": query, "key": key, "value": value, "grad_out": grad_out, **statistics}
+            self.wide = tuple(
+                self._wide_launch(call, kernel, pointers | {name: gradient}, strides | row_strides, scalars,
+                                  rows_of_statistics)
+                for kernel, name, gradient, row_strides in (
+                    (wide_kernels.attention_wide_key, "grad_key", grad_key, key_strides),
+                    (wide_kernels.attention_wide_value, "grad_value", grad_value, value_strides),
+                )
+            )
+        elif grad_key is not None:
             tile = call.tile("backward_key_value")
             pointers = inputs | statistics | {"grad_out": grad_out, "grad_key": grad_key, "grad_value": grad_value}
             pointers |= {"key_sums_out": None if self.key_sums is None else statistics["statistics"]}
@@ -429,16 +480,30 @@ class _BackwardPlan:
             self.mask = call.launch(
                 backward_kernels.attention_backward_mask, owned * self.splits, tile, pointers, strides,
                 call.strides_of_mask() | mask_strides, scalars,
-                names | {"MASK_PER_KEY": mask_q == 1, "MASK_PER_QUERY": mask_k == 1},
+                names | {"MASK_PER_KEY": mask_q == 1, "MASK_PER_QUERY": mask_k == 1,
+                         "PRECISION": call.precision(allow_tf32)},
                 {"query": (tile.block_m, call.block_d), "grad_out": (tile.block_m, call.block_dv),
                  "key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
                 rows_of_statistics, whole_mask=mask_q > 1 and mask_k > 1,
             )
 
+    @staticmethod
+    def _wide_launch(call, kernel, pointers, strides, scalars, rows_of_statistics) -> Launch:
+        """The launch of a kernel of backward_wide.py, two programs for each tile of keys."""
+        tile = call.tile(kernel.__name__.removeprefix("attention_"))
+        columns = call.block_d // 2
+        return call.launch(
+            kernel, 2 * math.ceil(call.seqlen_k / tile.block_n) * call.batch * call.kv_heads, tile,
+            {name: tensor for name, tensor in pointers.items() if name in kernel.arg_names},
+            {name: stride for name, stride in strides.items() if name in kernel.arg_names}, {}, scalars,
+            {"BLOCK_C": columns}, {"query": (tile.block_m, columns), "grad_out": (tile.block_m, columns)},
+            rows_of_statistics,
+        )  # fmt: skip
+
     @property
     def launches(self) -> list[Launch]:
         """In the order in which they run."""
-        attention = [launch for launch in (self.query, self.key_value, self.mask) if launch is not None]
+        attention = [launch for launch in (self.query, self.key_value, *self.wide, self.mask) if launch is not None]
         return [*_launches_before(self), *attention]
 
     def allocate(self, query) -> torch.Tensor:
@@ -483,6 +548,11 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dr
     keys = None if plan.dropout_keys is None else plan.dropout_keys.make(dropout_seed)
     plan.query(query, key, value, mask, lists, keys, out, logsumexp, _low_part(logsumexp), grad_out, statistics,
                grad_query)
+    if plan.wide:
+        wide_key, wide_value = plan.wide
+        wide_key(query, key, value, statistics, grad_out, grad_key)
+        wide_value(query, key, statistics, grad_out, grad_value)
+        return None
     key_sums = None
     if plan.key_sums is not None:
         key_sums = torch.empty(plan.key_sums, dtype=torch.float32, device=query.device)

@@ -24,6 +24,7 @@ from .common import (
     MASK_BOOL,
     MASK_FLOAT,
     MASK_NONE,
+    SPLIT_SQUARED,
     as_operand,
     count_parts_of_keys,
     dropout_column_keys,
@@ -34,6 +35,8 @@ from .common import (
     load_tile,
     part_of_keys,
     part_of_list,
+    split_product,
+    split_rows,
     store_tile,
     stream_tile,
 )
@@ -103,16 +106,21 @@ def _gradient_tile(scores, grad_probabilities, high, low, delta, query_index, ke
 
 
 @triton.jit
-def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, first, last, entries, first_query,
-                query_index, row_keys, key, value, mask, mask_batch, mask_head, batch, kv_head, column_table,
-                stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
-                dropout_threshold, dropout_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+def _visit_keys(grad_query_tile, query_tile, query_low, grad_out_tile, grad_out_low, high, low, delta, first, last,
+                entries, first_query, query_index, row_keys, key, value, mask, mask_batch, mask_head, batch, kv_head,
+                column_table, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
+                scale, dropout_threshold, dropout_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
                 BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                 PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr,
                 MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, STEP: tl.constexpr,
                 DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
-    """The loop of attention_backward_query over the keys first..last, or a list of blocks (see the forward's)."""
+    """The loop of attention_backward_query over the keys first..last, or a list of blocks (see the forward's).
+
+    Of split tiles, delta and the result are in units of the rows of grad_out.
+    """
     keys = tl.arange(0, BLOCK_N)
+    SPLIT: tl.constexpr = PRECISION == "fp16x3"
+    score_scale = scale[:, None] if SPLIT else scale
     if STEP != 0:
         upcoming = tl.load(entries + first * STEP)
     for counter in tl.range(first, last, 1 if STEP != 0 else BLOCK_N):
@@ -124,10 +132,19 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, fi
         key_index = start + keys
         key_tile = stream_tile(key, batch, kv_head, start, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D,
                                HEAD_DIM, UNIT_STRIDE, PARTIAL, TMA)
+        if SPLIT:
+            # One tile after the other: both at once need more registers than there are.
+            key_high, key_low, key_factor = split_rows(key_tile, True)
+            scores = split_product(query_tile, query_low, tl.trans(key_high), tl.trans(key_low)) * key_factor[None, :]
         value_tile = stream_tile(value, batch, kv_head, start, keys, stride_vn, stride_vd, seqlen_k, BLOCK_N, BLOCK_DV,
                                  HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)
-        scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
-        grad_probabilities = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
+        if SPLIT:
+            value_high, value_low, value_factor = split_rows(value_tile, True)
+            grad_probabilities = split_product(grad_out_tile, grad_out_low, tl.trans(value_high), tl.trans(value_low))
+            grad_probabilities *= (value_factor * (1 / SPLIT_SQUARED))[None, :]
+        else:
+            scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+            grad_probabilities = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
         keep = 0
         if DROPOUT:
             column_keys = dropout_column_keys(column_table, start, BLOCK_N)
@@ -137,10 +154,15 @@ def _visit_keys(grad_query_tile, query_tile, grad_out_tile, high, low, delta, fi
                               MASK_UNIT_STRIDE, PARTIAL, False, MASK_TMA)
         _, grad_scores = _gradient_tile(
             scores, grad_probabilities, high[:, None], low[:, None], delta[:, None], query_index[:, None],
-            key_index[None, :], keep, mask_tile, seqlen_k, scale, dropout_scale, PARTIAL, PARTIAL and CAUSAL, MASK,
-            NATURAL, True, DROPOUT)
-        grad_query_tile = tl.dot(as_operand(grad_scores, key_tile.dtype, PRECISION), key_tile, grad_query_tile,
-                                 input_precision=PRECISION)
+            key_index[None, :], keep, mask_tile, seqlen_k, score_scale, dropout_scale, PARTIAL, PARTIAL and CAUSAL,
+            MASK, NATURAL, True, DROPOUT)
+        if SPLIT:
+            weight, weight_low, weight_factor = split_rows(grad_scores * key_factor[None, :], False)
+            grad_query_tile += split_product(weight, weight_low, key_high, key_low) * (
+                weight_factor * (1 / SPLIT_SQUARED))[:, None]
+        else:
+            grad_query_tile = tl.dot(as_operand(grad_scores, key_tile.dtype, PRECISION), key_tile, grad_query_tile,
+                                     input_precision=PRECISION)
     return grad_query_tile
 
 
@@ -223,8 +245,17 @@ def attention_backward_query(
             row_keys = dropout_row_keys(row_table, first_query, BLOCK_M)
         query_tile = load_tile(query, first_query, rows, stride_qm, stride_qd, seqlen_q, BLOCK_D, HEAD_DIM,
                                UNIT_STRIDE, True)
-        query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
-        grad_out_tile = as_operand(grad_out_tile, grad_out.dtype.element_ty, PRECISION)
+        query_low = 0
+        grad_out_low = 0
+        row_scale = scale
+        if PRECISION == "fp16x3":
+            query_tile, query_low, query_factor = split_rows(query_tile, True)
+            grad_out_tile, grad_out_low, grad_out_factor = split_rows(grad_out_tile, True)
+            row_scale = query_factor * (scale / SPLIT_SQUARED)
+            delta = delta / grad_out_factor
+        else:
+            query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
+            grad_out_tile = as_operand(grad_out_tile, grad_out.dtype.element_ty, PRECISION)
         grad_query_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         NATURAL: tl.constexpr = MASK == MASK_FLOAT
         if LISTED:
@@ -251,31 +282,34 @@ def attention_backward_query(
                 full_first, full_last, partial_first, partial_last = part_of_keys(
                     part, num_parts, full_end, partial_begin, partial_end, BLOCK_N, LISTED, SUM_ROWS)
             grad_query_tile = _visit_keys(
-                grad_query_tile, query_tile, grad_out_tile, high, low, delta, full_first, full_last, full_entries,
-                first_query, query_index, row_keys, key, value, mask, mask_batch, mask_head, batch, kv_head,
-                column_table, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
-                scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-                False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA,
-                1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+                grad_query_tile, query_tile, query_low, grad_out_tile, grad_out_low, high, low, delta, full_first,
+                full_last, full_entries, first_query, query_index, row_keys, key, value, mask, mask_batch, mask_head,
+                batch, kv_head, column_table, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
+                seqlen_q, seqlen_k, row_scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                BLOCK_DV, BLOCK_M, BLOCK_N, False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY,
+                MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
             if partial_first < partial_last:
                 grad_query_tile = _visit_keys(
-                    grad_query_tile, query_tile, grad_out_tile, high, low, delta, partial_first, partial_last,
-                    partial_entries, first_query, query_index, row_keys, key, value, mask, mask_batch, mask_head, batch,
-                    kv_head, column_table, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk,
-                    seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                    BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK, NATURAL, MASK_PER_KEY,
-                    MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+                    grad_query_tile, query_tile, query_low, grad_out_tile, grad_out_low, high, low, delta,
+                    partial_first, partial_last, partial_entries, first_query, query_index, row_keys, key, value, mask,
+                    mask_batch, mask_head, batch, kv_head, column_table, stride_kn, stride_kd, stride_vn, stride_vd,
+                    stride_mq, stride_mk, seqlen_q, seqlen_k, row_scale, dropout_threshold, dropout_scale, HEAD_DIM,
+                    HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK, NATURAL,
+                    MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
             if SUM_ROWS:
                 grad_query_tile += total
+        if PRECISION == "fp16x3":
+            grad_query_tile *= grad_out_factor[:, None]
         store_tile(grad_query, grad_query_tile * out_scale, first_query, rows, stride_dqm, stride_dqd, seqlen_q,
                    BLOCK_D, HEAD_DIM, UNIT_STRIDE)
 
 
 @triton.jit
-def _visit_queries(grad_key_tile, grad_value_tile, key_sums, key_tile, value_tile, first, last, entries, first_key,
-                   key_index, column_keys, query, mask, mask_batch, mask_head, batch, head, row_table, statistics,
-                   plane, grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk,
-                   seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM: tl.constexpr,
+def _visit_queries(grad_key_tile, grad_value_tile, key_sums, key_tile, key_low, value_tile, value_low, value_factor,
+                   first, last, entries, first_key, key_index, column_keys, query, mask, mask_batch, mask_head, batch,
+                   head, row_table, statistics, plane, grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd,
+                   stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
+                   HEAD_DIM: tl.constexpr,
                    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BOUND_QUERIES: tl.constexpr, BOUND_KEYS: tl.constexpr,
                    DIAGONAL: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr,
@@ -287,6 +321,8 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_sums, key_tile, value_til
     STEP as in the forward's. KEY_SUMS: dS is added up over the queries, too.
     """
     rows = tl.arange(0, BLOCK_M)
+    SPLIT: tl.constexpr = PRECISION == "fp16x3"
+    score_scale = scale[:, None] if SPLIT else scale
     if STEP != 0:
         upcoming = tl.load(entries + first * STEP)
     for counter in tl.range(first, last, 1 if STEP != 0 else BLOCK_M):
@@ -296,17 +332,34 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_sums, key_tile, value_til
         else:
             start = counter
         query_index = start + rows
-        query_tile = stream_tile(query, batch, head, start, rows, stride_qm, stride_qd, seqlen_q, BLOCK_M, BLOCK_D,
-                                 HEAD_DIM, UNIT_STRIDE, BOUND_QUERIES, TMA)
-        grad_out_tile = stream_tile(grad_out, batch, head, start, rows, stride_gm, stride_gd, seqlen_q, BLOCK_M,
-                                    BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, BOUND_QUERIES, TMA)
+        if SPLIT:
+            # One tile after the other: both at once need more registers than there are.
+            query_tile = stream_tile(query, batch, head, start, rows, stride_qm, stride_qd, seqlen_q, BLOCK_M, BLOCK_D,
+                                     HEAD_DIM, UNIT_STRIDE, BOUND_QUERIES, TMA)
+            query_high, query_low, query_factor = split_rows(query_tile, True)
+            scores = split_product(key_tile, key_low, tl.trans(query_high), tl.trans(query_low))
+            scores *= query_factor[None, :]
+            grad_out_tile = stream_tile(grad_out, batch, head, start, rows, stride_gm, stride_gd, seqlen_q, BLOCK_M,
+                                        BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, BOUND_QUERIES, TMA)
+            grad_high, grad_low, grad_factor = split_rows(grad_out_tile, True)
+            # In units of the rows of grad_out, as is delta, until P and dS are multiplied by them.
+            grad_probabilities = split_product(value_tile, value_low, tl.trans(grad_high), tl.trans(grad_low))
+            grad_probabilities *= (value_factor * (1 / SPLIT_SQUARED))[:, None]
+        else:
+            query_tile = stream_tile(query, batch, head, start, rows, stride_qm, stride_qd, seqlen_q, BLOCK_M, BLOCK_D,
+                                     HEAD_DIM, UNIT_STRIDE, BOUND_QUERIES, TMA)
+            grad_out_tile = stream_tile(grad_out, batch, head, start, rows, stride_gm, stride_gd, seqlen_q, BLOCK_M,
+                                        BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE, BOUND_QUERIES, TMA)
         if TMA:
             high, low, delta = _stream_statistics(statistics, head_index, start, BLOCK_M, HAS_LOW)
         else:
             # Broadcast to rank 2 first: the loads then have the layout of the scores.
             high, low, delta = _load_statistics(statistics, plane, query_index[None, :], HAS_LOW)
-        scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
-        grad_probabilities = tl.dot(value_tile, tl.trans(grad_out_tile), input_precision=PRECISION)
+        if SPLIT:
+            delta = delta / grad_factor[None, :]
+        else:
+            scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
+            grad_probabilities = tl.dot(value_tile, tl.trans(grad_out_tile), input_precision=PRECISION)
         keep = 0
         if DROPOUT:
             row_keys = dropout_row_keys(row_table, start, BLOCK_M)
@@ -317,11 +370,20 @@ def _visit_queries(grad_key_tile, grad_value_tile, key_sums, key_tile, value_til
                               MASK_UNIT_STRIDE, BOUND_KEYS, True, MASK_TMA)
         kept, grad_scores = _gradient_tile(
             scores, grad_probabilities, high, low, delta, query_index[None, :], key_index[:, None], keep, mask_tile,
-            seqlen_k, scale, dropout_scale, False, DIAGONAL, MASK, NATURAL, True, DROPOUT)
-        grad_value_tile = tl.dot(as_operand(kept, grad_out_tile.dtype, PRECISION), grad_out_tile, grad_value_tile,
-                                 input_precision=PRECISION)
-        grad_key_tile = tl.dot(as_operand(grad_scores, query_tile.dtype, PRECISION), query_tile, grad_key_tile,
-                               input_precision=PRECISION)
+            seqlen_k, score_scale, dropout_scale, False, DIAGONAL, MASK, NATURAL, True, DROPOUT)
+        if SPLIT:
+            weight, weight_low, weight_factor = split_rows(kept * grad_factor[None, :], False)
+            grad_value_tile += split_product(weight, weight_low, grad_high, grad_low) * (
+                weight_factor * (1 / SPLIT_SQUARED))[:, None]
+            grad_scores = grad_scores * grad_factor[None, :]
+            weight, weight_low, weight_factor = split_rows(grad_scores * query_factor[None, :], False)
+            grad_key_tile += split_product(weight, weight_low, query_high, query_low) * (
+                weight_factor * (1 / SPLIT_SQUARED))[:, None]
+        else:
+            grad_value_tile = tl.dot(as_operand(kept, grad_out_tile.dtype, PRECISION), grad_out_tile, grad_value_tile,
+                                     input_precision=PRECISION)
+            grad_key_tile = tl.dot(as_operand(grad_scores, query_tile.dtype, PRECISION), query_tile, grad_key_tile,
+                                   input_precision=PRECISION)
         if KEY_SUMS:
             key_sums += tl.sum(grad_scores, 1)
     return grad_key_tile, grad_value_tile, key_sums
@@ -375,8 +437,17 @@ def attention_backward_key_value(
     key_tile = load_tile(key, first_key, keys, stride_kn, stride_kd, seqlen_k, BLOCK_D, HEAD_DIM, UNIT_STRIDE, True)
     value_tile = load_tile(value, first_key, keys, stride_vn, stride_vd, seqlen_k, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE,
                            True)
-    key_tile = as_operand(key_tile, key.dtype.element_ty, PRECISION)
-    value_tile = as_operand(value_tile, value.dtype.element_ty, PRECISION)
+    key_low = 0
+    value_low = 0
+    value_factor = 0
+    row_scale = scale
+    if PRECISION == "fp16x3":
+        key_tile, key_low, key_factor = split_rows(key_tile, True)
+        value_tile, value_low, value_factor = split_rows(value_tile, True)
+        row_scale = key_factor * (scale / SPLIT_SQUARED)
+    else:
+        key_tile = as_operand(key_tile, key.dtype.element_ty, PRECISION)
+        value_tile = as_operand(value_tile, value.dtype.element_ty, PRECISION)
     grad_key_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_value_tile = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     key_sums = tl.zeros([BLOCK_N], tl.float32)
@@ -435,18 +506,19 @@ def attention_backward_key_value(
                     begin, end = part_of_list(item % num_parts, full_end, mixed_end, SUM_ROWS // BLOCK_M)
                     full_begin, full_end = part_of_list(item % num_parts, 0, full_end, SUM_ROWS // BLOCK_M)
                 grad_key_part, grad_value_part, key_sums = _visit_queries(
-                    grad_key_part, grad_value_part, key_sums, key_tile, value_tile, full_begin, full_end, lists + 2,
-                    first_key, key_index, column_keys, head_query, head_mask, mask_batch, mask_head, batch, head,
-                    row_table, head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm,
-                    stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, False,
-                    MASK_NONE, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1, HAS_LOW, DROPOUT, KEY_SUMS,
-                    UNIT_STRIDE, TMA, PRECISION)
+                    grad_key_part, grad_value_part, key_sums, key_tile, key_low, value_tile, value_low, value_factor,
+                    full_begin, full_end, lists + 2, first_key, key_index, column_keys, head_query, head_mask,
+                    mask_batch, mask_head, batch, head, row_table, head_statistics, plane, head_grad_out, head_index,
+                    stride_qm, stride_qd, stride_gm, stride_gd, stride_mq, stride_mk, seqlen_q, seqlen_k, row_scale,
+                    dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                    BOUND_QUERIES, BOUND_KEYS, False, MASK_NONE, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1,
+                    HAS_LOW, DROPOUT, KEY_SUMS, UNIT_STRIDE, TMA, PRECISION)
         grad_key_part, grad_value_part, key_sums = _visit_queries(
-            grad_key_part, grad_value_part, key_sums, key_tile, value_tile, begin, end, entries, first_key,
-            key_index, column_keys, head_query, head_mask, mask_batch, mask_head, batch, head, row_table,
+            grad_key_part, grad_value_part, key_sums, key_tile, key_low, value_tile, value_low, value_factor, begin,
+            end, entries, first_key, key_index, column_keys, head_query, head_mask, mask_batch, mask_head, batch, head,
+            row_table,
             head_statistics, plane, head_grad_out, head_index, stride_qm, stride_qd, stride_gm, stride_gd, stride_mq,
-            stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+            stride_mk, seqlen_q, seqlen_k, row_scale, dropout_threshold, dropout_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
             BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_QUERIES, BOUND_KEYS, CAUSAL, MASK_NONE if MASK_AT_END else MASK, NATURAL,
             MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, LIST_STEP, HAS_LOW, DROPOUT, KEY_SUMS, UNIT_STRIDE, TMA,
             PRECISION)

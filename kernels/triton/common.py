@@ -12,6 +12,9 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+# What the product of two tiles of split_rows is too large by.
+SPLIT_SQUARED = tl.constexpr(2.0**28)
+
 # Kinds of attn_mask, a compile-time argument of every kernel.
 MASK_NONE = tl.constexpr(0)
 MASK_BOOL = tl.constexpr(1)
@@ -90,13 +93,13 @@ def load_tile(base, first_row, rows, stride_row, stride_column, num_rows, BLOCK_
 @triton.jit
 def stream_tile(source, batch, head, first_row, rows, stride_row, stride_column, num_rows, BLOCK_ROWS: tl.constexpr,
                 BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr, UNIT_STRIDE: tl.constexpr, BOUND_ROWS: tl.constexpr,
-                TMA: tl.constexpr):
+                TMA: tl.constexpr, first_column=0):
     """load_tile for the tiles of a loop. TMA: source is a tensor map [B, H, rows, HEAD_DIM]; hardware checks bounds.
 
-    Otherwise source points at the matrix of this batch and head already.
+    Otherwise source points at the matrix of this batch and head already, and first_column has to be 0.
     """
     if TMA:
-        return source.load([batch, head, first_row, 0]).reshape([BLOCK_ROWS, BLOCK_D])
+        return source.load([batch, head, first_row, first_column]).reshape([BLOCK_ROWS, BLOCK_D])
     else:
         return load_tile(source, first_row, rows, stride_row, stride_column, num_rows, BLOCK_D, HEAD_DIM, UNIT_STRIDE,
                          BOUND_ROWS)
@@ -133,6 +136,38 @@ def as_operand(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
         bits = tl.where(tile == tile, bits + 0x1000, bits) & -0x2000
         tile = bits.to(tl.float32, bitcast=True)
     return tile
+
+
+@triton.jit
+def split_rows(tile, LOADED: tl.constexpr):
+    """(high, low, factor): two float16 tiles whose sum is the float32 tile / factor * 2**14; factors [rows] are powers
+    of two.
+
+    Their 22 bits are what two TF32 numbers have, at twice the rate of tensor cores. The largest of a row comes to lie
+    in 2**14..2**15, so that nothing overflows, and what is less than 2**-16 of it loses bits, down to 2**-39 of it.
+    A row of its own factor keeps what is large or not a number, in keys that a mask hides, from the other rows.
+    LOADED: a tile from memory, of which a thread holds four neighbours; otherwise it lies as tensor cores leave it.
+    """
+    if LOADED:
+        # As integers from four on: a warp has one instruction for the maximum of those.
+        largest = tl.max(tl.reshape(tl.abs(tile), [tile.shape[0], tile.shape[1] // 4, 4]), 2)
+        exponent = tl.max(largest.to(tl.int32, bitcast=True), 1) >> 23
+    else:
+        exponent = tl.max(tl.abs(tile), 1).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 14), 254)
+    factor = (exponent << 23).to(tl.float32, bitcast=True)
+    tile = tile * ((268 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    high = tile.to(tl.float16)
+    low = (tile - high.to(tl.float32)).to(tl.float16)
+    return high, low, factor
+
+
+@triton.jit
+def split_product(left_high, left_low, right_high, right_low):
+    """The product of two split tiles, SPLIT_SQUARED times too large; the smallest of its three parts come first."""
+    total = tl.dot(left_low, right_high)
+    total = tl.dot(left_high, right_low, total)
+    return tl.dot(left_high, right_high, total)
 
 
 @triton.jit

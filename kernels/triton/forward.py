@@ -25,6 +25,7 @@ from .common import (
     MASK_BOOL,
     MASK_FLOAT,
     MASK_NONE,
+    SPLIT_SQUARED,
     as_operand,
     count_parts_of_keys,
     dropout_column_keys,
@@ -34,20 +35,22 @@ from .common import (
     load_mask,
     load_tile,
     part_of_keys,
+    split_product,
+    split_rows,
     store_tile,
     stream_tile,
 )
 
 
 @triton.jit
-def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries, first_query, query_rows, key, value,
-                mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, stride_kn, stride_kd, stride_vn,
-                stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
-                HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, CAUSAL: tl.constexpr,
-                MASK: tl.constexpr, NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr,
-                MASK_TMA: tl.constexpr, STEP: tl.constexpr, DROPOUT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
-                TMA: tl.constexpr, PRECISION: tl.constexpr):
+def _visit_keys(accumulator, row_max, row_sum, query_tile, query_low, first, last, entries, first_query, query_rows,
+                key, value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, first_column,
+                stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale,
+                dropout_threshold, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+                BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr,
+                CAUSAL: tl.constexpr, MASK: tl.constexpr, NATURAL: tl.constexpr, MASK_PER_KEY: tl.constexpr,
+                MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, STEP: tl.constexpr, DROPOUT: tl.constexpr,
+                UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
     """The loop over the keys first..last; PARTIAL: some may lie outside of the sequence or above the diagonal.
 
     STEP 1 or -1: first..last counts entries of a list of key blocks instead, read upwards or downwards. NATURAL: scores
@@ -55,6 +58,8 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries,
     """
     keys = tl.arange(0, BLOCK_N)
     query_index = first_query + query_rows
+    SPLIT: tl.constexpr = PRECISION == "fp16x3"
+    score_scale = scale[:, None] if SPLIT else scale
     if STEP != 0:
         upcoming = tl.load(entries + first * STEP)
     for position in tl.range(first, last, 1 if STEP != 0 else BLOCK_N):
@@ -66,14 +71,18 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries,
             start = position
         key_tile = stream_tile(key, batch, kv_head, start, keys, stride_kn, stride_kd, seqlen_k, BLOCK_N, BLOCK_D,
                                HEAD_DIM, UNIT_STRIDE, PARTIAL, TMA)
-        scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+        if SPLIT:
+            key_high, key_low, key_factor = split_rows(key_tile, True)
+            scores = split_product(query_tile, query_low, tl.trans(key_high), tl.trans(key_low)) * key_factor[None, :]
+        else:
+            scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
         key_index = start + keys
         if MASK == MASK_FLOAT:
             # Natural units: finfo.min times log2(e) would be -inf, and such a row is not masked (it gives the mean).
             bias = load_mask(mask, mask_batch, mask_head, first_query, start, query_index[:, None], key_index[None, :],
                              stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY,
                              MASK_UNIT_STRIDE, PARTIAL, False, MASK_TMA)
-            scores = tl.where(bias == float("-inf"), float("-inf"), scores * scale + bias)
+            scores = tl.where(bias == float("-inf"), float("-inf"), scores * score_scale + bias)
         elif MASK == MASK_BOOL:
             seen = load_mask(mask, mask_batch, mask_head, first_query, start, query_index[:, None], key_index[None, :],
                              stride_mq, stride_mk, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, MASK, MASK_PER_KEY,
@@ -94,11 +103,11 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries,
             if MASK == MASK_FLOAT:
                 probabilities = tl.exp2((scores - shift[:, None]) * LOG2E)
             else:
-                probabilities = tl.exp2(scores * (scale * LOG2E) - (shift * LOG2E)[:, None])
+                probabilities = tl.exp2(scores * (score_scale * LOG2E) - (shift * LOG2E)[:, None])
             rescale = tl.exp2((row_max - shift) * LOG2E)
         else:
             # One multiply-add for each score.
-            probabilities = tl.exp2(scores * scale - (shift * scale)[:, None])
+            probabilities = tl.exp2(scores * score_scale - (shift * scale)[:, None])
             rescale = tl.exp2(row_max * scale - shift * scale)
         row_sum = row_sum * rescale + tl.sum(probabilities, 1)
         accumulator = accumulator * rescale[:, None]
@@ -107,9 +116,16 @@ def _visit_keys(accumulator, row_max, row_sum, query_tile, first, last, entries,
             keep = dropout_keep(row_keys, column_keys, first_query, dropout_threshold, BLOCK_M, BLOCK_N, False)
             probabilities = tl.where(keep, probabilities, 0.0)
         value_tile = stream_tile(value, batch, kv_head, start, keys, stride_vn, stride_vd, seqlen_k, BLOCK_N, BLOCK_DV,
-                                 HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA)
-        accumulator = tl.dot(as_operand(probabilities, value_tile.dtype, PRECISION), value_tile, accumulator,
-                             input_precision=PRECISION)
+                                 HEAD_DIM_V, UNIT_STRIDE, PARTIAL, TMA, first_column)
+        if SPLIT:
+            value_high, value_low, value_factor = split_rows(value_tile, True)
+            weight, weight_low, weight_factor = split_rows(probabilities * value_factor[None, :], False)
+            # Added outside of the tensor cores, which would cut off what they add to a long sum.
+            accumulator += split_product(weight, weight_low, value_high, value_low) * (
+                weight_factor * (1 / SPLIT_SQUARED))[:, None]
+        else:
+            accumulator = tl.dot(as_operand(probabilities, value_tile.dtype, PRECISION), value_tile, accumulator,
+                                 input_precision=PRECISION)
         row_max = new_max
     return accumulator, row_max, row_sum
 
@@ -128,7 +144,8 @@ def attention_forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     MASK_PER_KEY: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr, MASK_TMA: tl.constexpr, LISTED: tl.constexpr,
     BOUND_KEYS: tl.constexpr, DROPOUT: tl.constexpr, STORE_LOGSUMEXP: tl.constexpr, QUERY_FACTOR: tl.constexpr,
-    SUM_ROWS: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    SUM_ROWS: tl.constexpr, VALUE_PARTS: tl.constexpr, UNIT_STRIDE: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """out [B, H, seqlen_q, HEAD_DIM_V] and logsumexp [B, H, seqlen_q] (natural logarithm, float32, contiguous).
 
@@ -139,9 +156,14 @@ def attention_forward(
 
     SUM_ROWS: no more keys than that, unless 0, are added up in the tensor cores at a time (``attention.py`` says why).
     The row maximum goes on from part to part; what was there before a part is rescaled once, after it.
+
+    VALUE_PARTS: as many programs, neighbours, share the columns of a tile of out, BLOCK_DV each; all compute the
+    scores. More than one only with tensor maps.
     """
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
-    program = tl.program_id(0)
+    program = tl.program_id(0) // VALUE_PARTS
+    first_column = tl.program_id(0) % VALUE_PARTS * BLOCK_DV
+    OUT_COLUMNS: tl.constexpr = HEAD_DIM_V if VALUE_PARTS == 1 else BLOCK_DV
     head_index = program // num_tiles
     tile = program % num_tiles
     if CAUSAL or LISTED:
@@ -171,7 +193,13 @@ def attention_forward(
                            True)
     if QUERY_FACTOR != 1:
         query_tile = query_tile * QUERY_FACTOR
-    query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
+    query_low = 0
+    row_scale = scale
+    if PRECISION == "fp16x3":
+        query_tile, query_low, query_factor = split_rows(query_tile, True)
+        row_scale = query_factor * (scale / SPLIT_SQUARED)
+    else:
+        query_tile = as_operand(query_tile, query.dtype.element_ty, PRECISION)
 
     accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -199,22 +227,23 @@ def attention_forward(
             full_first, full_last, partial_first, partial_last = part_of_keys(
                 part, num_parts, full_end, partial_begin, partial_end, BLOCK_N, LISTED, SUM_ROWS)
         accumulator, row_max, row_sum = _visit_keys(
-            accumulator, row_max, row_sum, query_tile, full_first, full_last, full_entries, first_query, rows, key,
-            value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, stride_kn, stride_kd, stride_vn,
-            stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold, HEAD_DIM,
-            HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, CAUSAL, MASK_NONE if LISTED else MASK, NATURAL,
-            MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
+            accumulator, row_max, row_sum, query_tile, query_low, full_first, full_last, full_entries, first_query,
+            rows, key, value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, first_column,
+            stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, row_scale,
+            dropout_threshold, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, CAUSAL,
+            MASK_NONE if LISTED else MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, 1 if LISTED else 0,
+            DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         if partial_first < partial_last:
             accumulator, row_max, row_sum = _visit_keys(
-                accumulator, row_max, row_sum, query_tile, partial_first, partial_last, partial_entries, first_query,
-                rows, key, value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table, stride_kn,
-                stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k, scale, dropout_threshold,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BOUND_KEYS or not LISTED, CAUSAL, MASK,
-                NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA, -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA,
-                PRECISION)
+                accumulator, row_max, row_sum, query_tile, query_low, partial_first, partial_last, partial_entries,
+                first_query, rows, key, value, mask, mask_batch, mask_head, batch, kv_head, row_keys, column_table,
+                first_column, stride_kn, stride_kd, stride_vn, stride_vd, stride_mq, stride_mk, seqlen_q, seqlen_k,
+                row_scale, dropout_threshold, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                BOUND_KEYS or not LISTED, CAUSAL, MASK, NATURAL, MASK_PER_KEY, MASK_UNIT_STRIDE, MASK_TMA,
+                -1 if LISTED else 0, DROPOUT, UNIT_STRIDE, TMA, PRECISION)
         if SUM_ROWS:
             shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-            to_exponent = LOG2E if NATURAL else scale
+            to_exponent = LOG2E if NATURAL else row_scale
             accumulator += total * tl.exp2((max_before - shift) * to_exponent)[:, None]
 
     # A row that sees no key has sum 0 and an accumulator of zeros: zeros it gives. NaN stays NaN.
@@ -222,7 +251,8 @@ def attention_forward(
     if DROPOUT:
         factor *= dropout_scale
     accumulator = accumulator * factor[:, None]
-    store_tile(out, accumulator, first_query, rows, stride_om, stride_od, seqlen_q, BLOCK_DV, HEAD_DIM_V, UNIT_STRIDE)
+    store_tile(out + first_column, accumulator, first_query, rows, stride_om, stride_od, seqlen_q, BLOCK_DV,
+               OUT_COLUMNS, UNIT_STRIDE)
     if STORE_LOGSUMEXP:
         position = head_index.to(tl.int64) * seqlen_q + first_query + rows
         inside = first_query + rows < seqlen_q
@@ -232,5 +262,5 @@ def attention_forward(
             low = tl.where(high == float("-inf"), 0.0, (row_max - high) + log_sum)
             tl.store(logsumexp_low + position, low, mask=inside)
         else:
-            high = tl.where(row_sum == 0.0, float("-inf"), row_max * (scale / LOG2E) + log_sum)
+            high = tl.where(row_sum == 0.0, float("-inf"), row_max * (row_scale / LOG2E) + log_sum)
         tl.store(logsumexp + position, high, mask=inside)

@@ -107,6 +107,10 @@ _TABLE = {
                 256: Tile(64, 64, 8, 2),
                 512: Tile(32, 32, 8, 1),
             },
+            # Two programs for each tile, of half of the columns each.
+            "wide_forward": {512: Tile(128, 64, 8, 1)},
+            "wide_key": {512: Tile(16, 64, 4, 2)},
+            "wide_value": {512: Tile(64, 64, 4, 1)},
             "backward_query masked": {
                 64: Tile(64, 64, 4, 3),
             },
@@ -128,6 +132,19 @@ _TABLE = {
                 128: Tile(64, 32, 4, 2),
                 256: Tile(16, 32, 8, 1),
                 512: Tile(16, 16, 4, 2),
+            },
+            # Products of float16 halves; one warpgroup for each 64 rows, or two would compute the same.
+            "forward split": {
+                64: Tile(128, 64, 8, 2),
+                128: Tile(128, 64, 8, 2),
+            },
+            "backward_query split": {
+                64: Tile(128, 64, 8, 2),
+                128: Tile(128, 32, 8, 2),
+            },
+            "backward_key_value split": {
+                64: Tile(32, 128, 8, 2),
+                128: Tile(32, 128, 8, 2),
             },
             "backward_query": {
                 64: Tile(64, 32, 4, 2),
@@ -275,7 +292,7 @@ _TABLE = {
 def choose(kernel: str, family_name: str, itemsize: int, head_dim_padded: int, kind: str = "full") -> Tile:
     """The tile of a kernel for the larger of head_dim and head_dim_v, padded to a power of two (16 to 512).
 
-    kind: "full", "causal" or "masked" (there is an attn_mask).
+    kind: "full", "causal", "masked" (there is an attn_mask) or "split" (float32 products of float16 halves).
     """
     rows = _TABLE[family_name][itemsize]
     for row in (rows.get(f"{kernel} {kind}", {}), rows[kernel]):

@@ -116,17 +116,23 @@ def float_mask(seen: Tensor, kind: str, dtype: torch.dtype, seed: int = 0) -> Te
 
 
 def expected_lists(mask: Tensor, block_m: int, block_n: int) -> list[list[int]]:
-    """[full, visited, full tiles ..., mixed tiles ...] of each query tile of a mask [rows, keys]."""
-    lowest = torch.finfo(mask.dtype).min
+    """[full, visited, full tiles ..., mixed tiles from the last ...] of each query tile of a mask [rows, keys].
+
+    Columns of 16 bytes are hidden where they hold -inf alone or, where that hides, the lowest number alone; a column of
+    both is visited.
+    """
+    lowest, piece = torch.finfo(mask.dtype).min, 16 // mask.element_size()
     found = []
     for rows in mask.split(block_m):
         padded = F.pad(rows, (0, -rows.size(1) % block_n), value=-math.inf)
-        hidden = padded == -math.inf
+        # What is past the end is hidden like that which is before it in the same column.
+        inside = torch.arange(padded.size(1)) < rows.size(1)
+        hidden = (padded == -math.inf).unflatten(1, (-1, piece)).all(2).all(0)
         if bool((rows > -2.0).any(1).all()):  # each row has a number that is certainly larger than the lowest one
-            hidden |= padded == lowest
-        hidden, zero = (flags.unflatten(1, (-1, block_n)) for flags in (hidden, padded == 0.0))
-        full, empty = zero.all(2).all(0), hidden.all(2).all(0)
-        listed = [*full.nonzero()[:, 0].tolist(), *(~full & ~empty).nonzero()[:, 0].tolist()]
+            hidden |= ((padded == lowest) | ~inside).unflatten(1, (-1, piece)).all(2).all(0)
+        full = (padded == 0.0).unflatten(1, (-1, block_n)).all(2).all(0)
+        empty = hidden.unflatten(0, (-1, block_n // piece)).all(1)
+        listed = [*full.nonzero()[:, 0].tolist(), *(~full & ~empty).nonzero()[:, 0].flip(0).tolist()]
         found.append([int(full.sum()), max(len(listed), 1), *(listed or [0])])
     return found
 
@@ -138,7 +144,9 @@ def test_lists_are_what_the_mask_says(dtype):
 
     index = torch.cuda.current_device()
     query_dtype = BFLOAT if dtype == SINGLE else dtype
-    for seqlen_q, seqlen_k, block in ((300, 1000, 64), (129, 1053, 128), (64, 17, 4), (1, 700, 64), (500, 9000, 256)):
+    for seqlen_q, seqlen_k, block in (
+        (300, 1000, 64), (129, 1053, 128), (64, 17, 4), (1, 700, 64), (500, 9000, 256), (200, 767, 256)
+    ):  # fmt: skip
         call = simple_call(2, 3, seqlen_q, seqlen_k, 64, dtype=query_dtype)
         for shape in ((2, 3, seqlen_q), (1, 3, seqlen_q), (2, 1, 1), (1, 1, 1)):
             mask = block_pattern((*shape, seqlen_k), dtype, seqlen_k, block=block, device="cuda")
@@ -171,7 +179,7 @@ def test_patterns(check_cuda, head_dims, lengths):
 
 
 @pytest.mark.parametrize("dtypes", [(HALF, HALF), (BFLOAT, SINGLE), (HALF, SINGLE)], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_dtypes(check_cuda, head_dim, dtypes):
     dtype, mask_dtype = dtypes
     for number, name in enumerate(PATTERNS):
@@ -194,10 +202,21 @@ def test_gradients(check_cuda, kind, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_lengths_around_tiles(check_cuda, head_dim):
     for seqlen_q in (1, 2, 63, 65, 127, 129, 193, 257):
-        for seqlen_k in (1, 2, 7, 8, 63, 64, 65, 127, 129, 192, 257):
+        for seqlen_k in (2, 7, 8, 63, 64, 65, 127, 129, 192, 257):
             for kind in ("bias", "lowest"):
                 mask = float_mask(pattern("causal", seqlen_q, seqlen_k), kind, BFLOAT, seqlen_k)
                 check_cuda(simple_call(1, 2, seqlen_q, seqlen_k, head_dim, attn_mask=mask, seed=seqlen_k))
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE], ids=str)
+@pytest.mark.parametrize("rows", [1, 200])
+def test_zeros_up_to_the_last_key(check_cuda, rows, dtype):
+    """The last tile adds nothing, but lacks less than 16 bytes of keys: what is past the end is hidden all the same."""
+    query_dtype = BFLOAT if dtype == SINGLE else dtype
+    for head_dim in (64, 128):
+        for seqlen_k in (61, 63, 127, 190, 255):
+            mask = in_rows_of_16_bytes(torch.zeros(1, 1, rows, seqlen_k, device="cuda", dtype=dtype))
+            check_cuda(simple_call(1, 2, 200, seqlen_k, head_dim, dtype=query_dtype, attn_mask=mask, scale=0.01))
 
 
 OWN = [(b, h, q) for b in (True, False) for h in (True, False) for q in (True, False)]
@@ -254,7 +273,7 @@ def random_masked_call(seed: int) -> Call:
         return rng.choice([1, 64, 127, 128, 192, 256, 512]) if rng.random() < 0.4 else rng.randint(2, 900)
 
     seqlen_q = length()
-    seqlen_k = seqlen_q if rng.random() < 0.4 else length()
+    seqlen_k = max(2, seqlen_q if rng.random() < 0.4 else length())  # a mask with one column is Triton's
     head_dim = rng.choice([64, 64, 128, 128, 256])
     layouts = [rng.choice(ALIGNED_LAYOUTS) for _ in range(3)]
     heads = kv_heads * group
@@ -264,7 +283,7 @@ def random_masked_call(seed: int) -> Call:
         for index, (size, layout) in enumerate(zip(sizes, layouts))
     ]
     shape = (rng.choice([1, batch]), rng.choice([1, heads]), rng.choice([1, seqlen_q, seqlen_q]), seqlen_k)
-    mask_dtype = rng.choice((dtype, dtype, SINGLE))
+    mask_dtype = rng.choice((dtype, dtype, SINGLE)) if head_dim <= 192 else dtype
     mask = block_pattern(shape, mask_dtype, seed, block=rng.choice([1, 16, 64, 64, 128, 256]), device="cuda")
     return Call(
         *tensors, attn_mask=in_rows_of_16_bytes(mask), scale=rng.choice([None, None, 0.5, 1.0, 0.01]),

@@ -26,6 +26,9 @@ from test_gpu_cuda_masks import (
 )
 from torch import Tensor
 
+from torch_flashbackend import ops, reference
+from torch_flashbackend.kernels.cuda import backward
+
 from common import (
     Call,
     block_pattern,
@@ -42,6 +45,13 @@ __all__ = ["hopper", "pytestmark"]  # a fixture and the marks of this file too
 
 RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "100"))
 CHUNK = 20
+BATCHES_AT_A_TIME = backward.batches_at_a_time
+
+
+@pytest.fixture(autouse=True)
+def all_batches_at_once(monkeypatch):
+    """Here whatever memory it takes, so that small calls reach the kernel too."""
+    monkeypatch.setattr(backward, "batches_at_a_time", lambda query, *_: query.size(0))
 
 
 @pytest.fixture
@@ -72,6 +82,7 @@ def test_lists_and_bits_are_what_the_mask_says(head_dim, layout):
     from torch_flashbackend.kernels.cuda import backward
 
     index = torch.cuda.current_device()
+    is_ordered = head_dim <= backward.MAX_ORDERED_MASK_HEAD_DIM
     thread, score = torch.arange(256)[:, None], torch.arange(32)
     key = thread // 32 * 16 + thread % 32 // 4 + 8 * (score // 2 % 2)
     row = 8 * (score // 4) + 2 * (thread % 4) + score % 2
@@ -83,7 +94,7 @@ def test_lists_and_bits_are_what_the_mask_says(head_dim, layout):
             mask = mask_in_layout(seen, layout)
             plan = backward.Plan(
                 call.query, call.key, call.value, call.query, lse, call.query, call.query, call.key, call.value,
-                False, 0.1, True, mask=mask,
+                False, 0.1, is_ordered, mask=mask,
             )  # fmt: skip
             lists, block_m = plan._mask, plan.specialisation.tile.block_m
             memory = lists.make(mask, index, driver.current_stream(index)).memory.cpu()
@@ -106,7 +117,7 @@ def test_lists_and_bits_are_what_the_mask_says(head_dim, layout):
                     assert listed[1 + listed[0]] == -1
                     for entry in entries:
                         q_tile = entry & 0xFFFF
-                        assert entry >> 16 & 0x7FFF == some[q_tile, :k_tile].sum()
+                        assert entry >> 16 & 0x7FFF == (some[q_tile, :k_tile].sum() if is_ordered else 0)
                         assert (entry < 0) == (not every[q_tile, k_tile])
                         if entry < 0:
                             at = number * numbers["q_tiles"] + (q_tile if numbers["q_tiles"] > 1 else 0)
@@ -119,7 +130,7 @@ def test_lists_and_bits_are_what_the_mask_says(head_dim, layout):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (128, 128), (40, 40), (96, 64), (112, 112)], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (128, 128), (40, 40), (96, 96), (112, 112)], ids=str)
 def test_patterns(check_gradients, monkeypatch, head_dims, persistent):
     use_form(monkeypatch, persistent)
     for number, name in enumerate(PATTERNS):
@@ -333,17 +344,24 @@ def test_a_captured_graph_lists_the_mask_of_each_replay(hopper, note):
         note(check(dict(zip(inputs, grads)), expect(call, grad_out), None, f"replay with {name}"))
 
 
-@pytest.mark.parametrize("name", ["causal", "padding"])
-def test_memory_is_at_most_stocks(plugin, hopper, name):
-    mask = pattern(name, 4096, 4096).expand(2, 1, -1, -1).contiguous()
-    leaves = [torch.randn(2, 16, 4096, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+@pytest.mark.parametrize("rows", [1, 4096])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(4, 16, 16), (2, 32, 8), (2, 32, 32)])
+def test_memory_is_at_most_stocks(plugin, monkeypatch, rows, batch, heads, kv_heads):
+    """Some batches at a time, or on Triton's kernels."""
+    monkeypatch.setattr(backward, "batches_at_a_time", BATCHES_AT_A_TIME)
+    mask = pattern("padding", 4096, 4096)[:, :, :rows].expand(batch, 1, -1, -1).contiguous()
+    shapes = [(batch, number, 4096, 128) for number in (heads, kv_heads, kv_heads)]
+    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    grad_out = torch.randn_like(leaves[0])
 
     def peak() -> int:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
-        torch.autograd.grad(out.sum(), leaves)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *leaves, attn_mask=mask, enable_gqa=heads != kv_heads
+        )  # fmt: skip
+        torch.autograd.grad(out, leaves, grad_out)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
@@ -351,9 +369,17 @@ def test_memory_is_at_most_stocks(plugin, hopper, name):
     peak()
     stock = peak()
     plugin.enable()
-    with hopper():
+    with plugin.sdpa_backend("cuda"):
         peak()
         assert peak() <= stock
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 512, 512), (1, 1, 512, 512), (4, 8, 512, 512)], ids=str)
+def test_some_batches_at_a_time(check_gradients, monkeypatch, shape):
+    monkeypatch.setattr(backward, "batches_at_a_time", lambda *_: 3)
+    batch, heads = 4, 8
+    mask = pattern("random", 512, 512).expand(shape).contiguous()
+    check_gradients(simple_call(batch, heads, 512, head_dim=128, kv_heads=4, attn_mask=mask))
 
 
 # -------------------------------------------------------------------------------------------------------------- dropout
@@ -450,3 +476,28 @@ def test_dropping_everything_leaves_no_gradient(hopper_backward_ran):
         gradient_for(call), *arguments, out, logsumexp, seed, 1.0, False, 0.1, (True, True, True, False), "cuda"
     )
     assert not any(grad.any() for grad in grads[:3])
+
+
+@pytest.mark.parametrize("shape", [(150, 170), (2, 1, 150, 170), (2, 1, 1, 170)])
+def test_repeated_calls_read_their_own_mask(shape):
+    """What is kept of a call serves the next one, whose tensors lie elsewhere and whose mask differs in its values."""
+    run, eps = ops.HopperRun(needs_grad=True), torch.finfo(torch.bfloat16).eps
+    ops.reset_launch_counts()
+    kept = []  # so that each turn has addresses of its own
+    for turn in range(4):
+        torch.manual_seed(turn)
+        tensors = [torch.randn(2, 3, rows, 64, device="cuda", dtype=torch.bfloat16) for rows in (150, 170, 170, 150)]
+        inputs, grad_out = [tensor.requires_grad_() for tensor in tensors[:3]], tensors[3]
+        mask = torch.rand(shape, device="cuda") < 0.5
+        mask[..., 0] = True
+        out = run(*inputs, mask)
+        grads = torch.autograd.grad(out, inputs, grad_out)
+        kept.append((inputs, mask, out, grads))
+        twins = [tensor.detach().double().requires_grad_() for tensor in inputs]
+        expected = reference.attention(*twins, mask, 0.0, False, 0.125)
+        wanted = torch.autograd.grad(expected, twins, grad_out.double())
+        for name, got, want in zip(("out", "query", "key", "value"), (out, *grads), (expected, *wanted)):
+            error = (got.double() - want).abs().max() / want.abs().max()
+            assert error < 4 * eps, f"turn {turn}, {name}: {error:.2e} of the largest"
+    entries = "flash_forward", "flash_mask_lists", "flash_mask_bits", "flash_backward", "flash_backward_finish"
+    assert [ops.launch_counts().get(entry) for entry in entries] == [4] * 5

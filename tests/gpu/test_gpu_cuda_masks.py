@@ -108,14 +108,14 @@ def pattern(name: str, seqlen_q: int, seqlen_k: int, seed: int = 0) -> Tensor:
 
 
 def expected_lists(seen: Tensor, block_m: int, block_n: int) -> list[list[int]]:
-    """[full, visited, full tiles ..., mixed tiles ...] of each query tile of seen [rows, keys]."""
+    """[full, visited, full tiles ..., mixed tiles from the last ...] of each query tile of seen [rows, keys]."""
     found = []
     for rows in seen.split(block_m):
         padded = F.pad(rows, (0, -rows.size(1) % block_n))
         tiles = padded.unflatten(1, (-1, block_n))
         some, every = tiles.any(2).any(0), tiles.all(2).all(0)
         full, mixed = every.nonzero()[:, 0].tolist(), (some & ~every).nonzero()[:, 0].tolist()
-        listed = [*full, *mixed] or [0]
+        listed = [*full, *mixed[::-1]] or [0]
         found.append([len(full), len(listed), *listed])
     return found
 

@@ -511,6 +511,30 @@ def test_float32_without_tf32_is_as_exact_as_stock(check_call, device, kind, hea
     check_call(simple_call(1, H, 512, head_dim=head_dim, dtype=torch.float32, device=device, **options))
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["dense", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_float32_of_large_scores(check_call, device, head_dim, is_causal):
+    """Scores of some hundreds, whose absolute errors the exponential makes relative ones."""
+    call = simple_call(1, H, 500, head_dim=head_dim, dtype=torch.float32, device=device, is_causal=is_causal)
+    call.query.mul_(60)
+    check_call(call)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_float32_rows_of_any_size(check_call, device, head_dim):
+    """Rows from small to large, and keys that a mask hides and that are larger than all others by far."""
+    mask = torch.ones(1, 1, 1, 300, dtype=torch.bool, device=device)
+    mask[..., 7] = False
+    call = simple_call(1, H, 300, head_dim=head_dim, dtype=torch.float32, device=device, attn_mask=mask)
+    sizes = torch.logspace(-3, 3, 300, device=device)[:, None]
+    call.query.mul_(1 / sizes)
+    call.key.mul_(sizes)
+    call.value.mul_(sizes)
+    for tensor in (call.key, call.value):
+        tensor[..., 7, :] = 1e30
+    check_call(call)
+
+
 def test_float32_with_tf32_allowed(check_call, device, allow_tf32):
     check_call(simple_call(1, H, 512, head_dim=64, dtype=torch.float32, device=device), tf32=True)
 

@@ -27,6 +27,15 @@ def test_head_dim_in_float32(check_call, device, head_dim):
     check_call(simple_call(1, 2, 150, head_dim=head_dim, dtype=torch.float32, device=device))
 
 
+@pytest.mark.parametrize("kind", ["dense", "causal", "grouped", "odd", "fewer keys"])
+def test_halves_of_wide_heads(check_call, device, kind):
+    """Above head_dim 256 programs share the columns of a tile, with and without parts that are not full."""
+    check_call(simple_call(
+        1, 4, 300, 170 if kind == "fewer keys" else 300, head_dim=328 if kind == "odd" else 512, device=device,
+        kv_heads=2 if kind == "grouped" else 4, is_causal=kind in ("causal", "odd"),
+    ))  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v"),
     [
