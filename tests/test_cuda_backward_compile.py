@@ -1,7 +1,7 @@
 """The CUDA backward kernels, compiled for sm_90a: spills, serialised products, the pool of registers, shared memory.
 
-Each head dimension gets one of the combinations of mask and dtype in each mode, in turn, and all tiles that are chosen
-for it; FLASHBACKEND_ALL_SPECIALISATIONS=1 compiles all.
+Each head dimension gets one of the combinations of mask and dtype in each mode, in turn (those whose tiles depend on
+the mask get two), and all tiles that are chosen for it; FLASHBACKEND_ALL_SPECIALISATIONS=1 compiles all.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ pytestmark = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"no com
 
 HEAD_DIMS = [*((size, size) for size in range(16, 257, 16)), (192, 128), (64, 128), (128, 64), (240, 16)]
 SHORT, LONG = 256, 1 << 20  # queries of a key head
+ROWS = (SHORT, 2048, 4096, LONG)  # with these, the table gives all of its tiles
 
 
 def specialisations():
     kinds = list(itertools.product((True, False), repeat=2))  # causal, bfloat16 or float16
     found = []
     for (number, dims), deterministic in itertools.product(enumerate(HEAD_DIMS), (False, True)):
-        for is_causal, is_bf16 in kinds if ALL else [kinds[(number + deterministic) % 4]]:
+        turn = (number + deterministic) % 4
+        own_tiles = not deterministic and dims in ((64, 64), (128, 128), (256, 256))  # for causal calls and others
+        turns = kinds if ALL else [kinds[turn], *[kinds[(turn + 2) % 4]] * own_tiles]
+        for is_causal, is_bf16 in turns:
             dtype = torch.bfloat16 if is_bf16 else torch.float16
-            for query_rows in (SHORT, LONG):
-                found.append(backward.specialise(*dims, dtype, is_causal, deterministic, query_rows))
+            for query_rows, can_fuse in itertools.product(ROWS, (False, True)):
+                found.append(backward.specialise(*dims, dtype, is_causal, deterministic, query_rows, can_fuse=can_fuse))
         if max(dims) <= backward.MAX_EXTRAS_HEAD_DIM:
             for dtype in (torch.bfloat16, torch.float16) if ALL else [(torch.bfloat16, torch.float16)[number % 2]]:
                 ordered = not deterministic or max(dims) <= backward.MAX_ORDERED_MASK_HEAD_DIM
@@ -41,8 +45,8 @@ def specialisations():
                 if not deterministic:
                     found.append(backward.specialise(*dims, dtype, False, False, LONG, True, True))
     for number, size in enumerate((64, 72, 128)):
-        spec = backward.specialise(size, size, torch.bfloat16, bool(number % 2), False, LONG)
-        found += [spec._replace(is_packed=True, is_causal=is_causal) for is_causal in (False, True)]
+        spec = backward.specialise(size, size, torch.bfloat16, bool(number % 2), False, LONG, is_packed=True)
+        found += [spec._replace(is_causal=is_causal) for is_causal in (False, True)]
     return list(dict.fromkeys(found))
 
 
@@ -51,7 +55,7 @@ def name_of(spec):
     flags = (
         ["dropout"] * spec.has_dropout
         + ["deterministic"] * spec.deterministic
-        + ["persistent"] * spec.tile.persistent
+        + [flag for flag in ("persistent", "unstaged", "fused", "paired") if getattr(spec.tile, flag)]
         + ["packed"] * spec.is_packed
     )
     return "-".join([f"{spec.head_dim}-{spec.head_dim_v}", *kind, *flags])
@@ -78,15 +82,19 @@ def test_specialisation_has_no_spills_and_no_serialised_products(spec, tmp_path)
     assert pool - 8 * len(held) < sum(held) <= pool, f"{held} of {pool}"
 
 
+EVERY_ROWS = [rows for power in range(4, 18) for rows in (2**power - 1, 2**power, 3 * 2 ** (power - 1))]
+
+
 def test_the_sample_has_every_combination_of_options():
     chosen = specialisations()
     assert len({(s.is_causal, s.is_bf16, s.deterministic) for s in chosen}) == 8
     assert len({(s.is_masked, s.is_causal, s.has_dropout, s.deterministic) for s in chosen}) == 4 + 2 + 4 + 1
     plain = [s for s in chosen if not (s.is_masked or s.has_dropout)]
     assert {s.tile for s in plain} == {
-        tiles.choose_backward(*dims, is_causal, query_rows, deterministic)
+        choose(*dims, is_causal, query_rows, deterministic)
         for dims in HEAD_DIMS
-        for is_causal, query_rows, deterministic in itertools.product((False, True), (SHORT, LONG), (False, True))
+        for choose in (tiles.choose_backward, tiles.choose_backward_usual)
+        for is_causal, query_rows, deterministic in itertools.product((False, True), EVERY_ROWS, (False, True))
     }
 
 

@@ -63,7 +63,8 @@ int main() {
     p.chunks = 1 + rand() % 5;
     const int heads = p.batch * p.num_kv_heads, clusters = 1 + rand() % 40;
     p.heads_per_group = rand() % 2 ? 1 + rand() % heads : min(heads, max(1, clusters / p.k_tiles));
-    p.slots = rand() % 3 ? min(4 * p.heads_per_group, heads) : heads;
+    // As few as three groups of heads.
+    p.slots = min(heads, 3 * p.heads_per_group + rand() % heads);
     const int items = heads * (p.k_tiles + 2 * p.chunks), of_prepare = done_before(COMPUTE, p);
     const int of_finish = done_before(FINISH, p), each = BLOCKS_OF_CLUSTER;
     std::vector<int> done(heads), finished(heads * p.chunks), prepared(heads), computed(heads), ended(heads);

@@ -50,9 +50,7 @@ def cuda(monkeypatch):
 
     monkeypatch.setattr(backward, "_allocate", allocate)
     # Whatever the table says of other forms, which tests ask for by a tile of their own.
-    choose = tiles.choose_backward
-    plain = {"fused": False, "recycle": False, "paired": False, "multicast": False, "ds_stages": 2}
-    monkeypatch.setattr(tiles, "choose_backward", lambda *sizes: dataclasses.replace(choose(*sizes), **plain))
+    monkeypatch.setattr(tiles, "choose_backward", tiles.choose_backward_usual)
     return fake
 
 
@@ -110,14 +108,13 @@ def test_parameters_of_the_launches(cuda, head_dim, seqlen_q, deterministic):
     assert (params.logsumexp_pitch, params.q_tiles, params.k_tiles) == (seqlen_q, q_tiles, k_tiles)
     assert (params.head_dim, params.head_dim_v, params.num_kv_heads) == (head_dim, head_dim, 2)
     assert params.softmax_scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
-    in_order = deterministic or tile.first_stores
     # The statistics wait where the gradient will be; sums and semaphores are the workspace.
     sums = 8 * q_tiles * tile.block_m * padded
     assert params.statistics == grad_query.data_ptr()
     assert params.sums == MEMORY
     assert params.semaphores == params.sums + 4 * sums
-    assert cuda.workspace == sums + (8 * q_tiles * tile.num_warpgroups if in_order else 0)
-    assert params.counters == (4096 if in_order or tile.persistent else None)
+    assert cuda.workspace == sums + (8 * q_tiles * tile.num_warpgroups if deterministic else 0)
+    assert params.counters == (4096 if deterministic or tile.persistent else None)
     defines = cuda.compiled[-1].defines
     assert (defines["HEAD_DIM"], defines["DETERMINISTIC"]) == (padded, deterministic)
     # The other kernels have the same parameters as their only argument.
@@ -126,34 +123,71 @@ def test_parameters_of_the_launches(cuda, head_dim, seqlen_q, deterministic):
         assert ctypes.string_at(address, 8) == out.data_ptr().to_bytes(8, "little")
 
 
-@pytest.mark.parametrize("recycle", [False, True])
-@pytest.mark.parametrize(("head_dim", "persistent"), [(64, False), (128, True), (256, False)])
-def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, recycle):
+@pytest.mark.parametrize(
+    ("head_dim", "persistent", "paired"), [(64, False, False), (128, True, False), (256, False, True)]
+)
+def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, paired):
     chosen = tiles.choose_backward(head_dim, head_dim, True, 1400, False)
-    tile = dataclasses.replace(chosen, fused=True, recycle=recycle, persistent=persistent)
+    tile = dataclasses.replace(chosen, fused=True, paired=paired, persistent=persistent)
+    plain = tiles.choose_backward_usual(head_dim, head_dim, True, 1400, False)
     monkeypatch.setattr(tiles, "choose_backward", lambda *_: tile)
     listed = tensors(batch=8, head_dim=head_dim, seqlen_q=700)
     run(listed)
     (launch,) = cuda.launches
     _, params = params_of(cuda, 0)
-    q_tiles, k_tiles = math.ceil(700 / tile.block_m), math.ceil(500 / tile.block_n)
+    cluster = 2 if paired else 1
+    q_tiles, k_tiles = math.ceil(700 / tile.block_m), math.ceil(500 / (tile.block_n * cluster))
     assert params.chunk_tiles * tile.block_m == 512
     assert params.chunks == math.ceil(2 * q_tiles / params.chunk_tiles)
-    items = 16 * (2 * params.chunks + k_tiles)
+    items = 16 * (2 * params.chunks + k_tiles) * cluster
     assert launch[0] == [min(items, 10) if persistent else items, 1, 1]
-    assert params.heads_per_group == 10 // k_tiles
-    # Statistics and sums are the workspace, the sums of four groups of heads or of all.
-    assert params.slots == (min(4 * params.heads_per_group, 16) if recycle else 16)
+    assert params.heads_per_group == max(1, 10 // (k_tiles * cluster))
+    # Statistics and sums are the workspace, the sums of four groups of heads, or of as many as leave room for the
+    # statistics: no more than the sums of all.
+    assert params.slots == (4 * params.heads_per_group if paired else 15)
     assert params.statistics == MEMORY
     assert params.sums == MEMORY + 4 * 32 * q_tiles * tile.block_m * 2
     assert cuda.workspace == (params.sums - MEMORY) // 4 + 2 * params.slots * q_tiles * tile.block_m * head_dim
+    assert cuda.workspace <= 32 * q_tiles * tile.block_m * head_dim
     # What is counted lies behind the counters: a number for each key head, and one for each of its chunks.
     assert (params.counters, params.semaphores) == (4096, 4096 + 128)
     assert cuda.counted == [128 + 4 * 16 * (1 + params.chunks)]
     # Where nobody needs the query's gradient there is nothing to finish.
     listed[6] = None
     run(listed)
-    assert [launch[0][0] for launch in cuda.launches[1:]] == [32 * q_tiles, 10 if persistent else 16 * k_tiles]
+    assert [launch[0][0] for launch in cuda.launches[1:]] == [
+        32 * math.ceil(700 / plain.block_m),
+        10 if plain.persistent else 16 * math.ceil(500 / plain.block_n),
+    ]
+
+
+def test_few_heads_have_three_kernels(cuda, monkeypatch):
+    """Where the fused kernel's statistics would come on top of sums for all heads."""
+    tile = dataclasses.replace(tiles.choose_backward(128, 128, False, 4096, False), fused=True)
+    monkeypatch.setattr(tiles, "choose_backward", lambda *_: tile)
+    # Groups of two heads, of which three must have sums.
+    for batch, launches in ((3, 3), (4, 1)):
+        cuda.launches.clear()
+        run(tensors(batch=batch, head_dim=128, seqlen_q=4096), is_causal=False)
+        assert len(cuda.launches) == launches
+
+
+def test_the_table_of_dense_calls():
+    def flags(head_dim, is_causal, rows, deterministic=False, head_dim_v=None):
+        tile = tiles.choose_backward(head_dim, head_dim_v or head_dim, is_causal, rows, deterministic)
+        return {name for name in ("persistent", "fused", "unstaged", "paired") if getattr(tile, name)}
+
+    assert flags(256, False, 1024) == flags(256, True, 4096) == {"fused", "paired"}
+    assert flags(256, False, 1023) == flags(256, True, 4095) == flags(240, False, 1 << 20) == set()
+    assert flags(128, True, 8191) == {"persistent"} and flags(128, True, 8192) == {"unstaged"}
+    assert flags(128, False, 4096) == {"fused"} and flags(128, False, 4095) == set()
+    assert flags(64, True, 2048) == flags(64, False, 3072) == flags(64, False, 8191) == {"persistent", "fused"}
+    assert flags(64, True, 2049) == flags(64, True, 8191) == flags(64, False, 1536) == {"persistent"}
+    assert flags(64, True, 8192) == flags(64, False, 8192) == flags(64, False, 3071) == set()
+    for head_dim in (64, 128, 256):
+        for is_causal in (False, True):
+            assert flags(head_dim, is_causal, 1 << 12, deterministic=True) == set()
+            assert flags(head_dim, is_causal, 1 << 12, head_dim_v=32) == set()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -479,8 +479,9 @@ class Plan:
         slots = batch * kv_heads
         if tile.fused:
             heads_per_group = _heads_in_work(spec, batch * kv_heads, seqlen_k, num_sms)
-            if _saves_sums(spec, batch * kv_heads, seqlen_k, num_sms):
-                slots = _most_slots(spec, batch * kv_heads)
+            most = _most_slots(spec, batch * kv_heads)
+            if most >= 3 * heads_per_group:  # with fewer, heads would wait for themselves
+                slots = most
             if tile.paired:  # four groups: one prepares, one computes, one finishes, one has finished
                 slots = min(slots, 4 * heads_per_group)
         self._sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 32)

@@ -40,28 +40,41 @@ def deterministic():
         torch.use_deterministic_algorithms(False)
 
 
-# Whether blocks are persistent (up to a head_dim of 128), and whether one kernel does all: in the default mode alone.
+# Whether blocks are persistent (up to a head_dim of 128), whether one kernel does all, and the forms for head
+# dimensions of 128 and 256 alone: in the default mode.
 FORMS = {
     "persistent": {"persistent": True, "fused": False},
     "block for each tile": {"persistent": False, "fused": False},
-    "persistent fused": {"persistent": True, "fused": True, "recycle": False},
-    "fused": {"persistent": False, "fused": True, "recycle": True},
+    "persistent fused": {"persistent": True, "fused": True},
+    "fused": {"persistent": False, "fused": True},
+    "unstaged or paired": {"persistent": False, "fused": False, "unstaged": True, "paired": True},
 }
 
 
-def use_form(monkeypatch, persistent, **options):
-    """All calls in the default mode run this form of the kernels."""
+def use_form(monkeypatch, persistent, fused, unstaged=False, paired=False):
+    """All calls in the default mode run this form of the kernels, as far as there is one, however few their heads."""
     from torch_flashbackend.kernels.cuda import backward, tiles
 
-    chosen = tiles.choose_backward
+    usual = getattr(tiles.choose_backward_usual, "unchanged", tiles.choose_backward_usual)
+
+    def choose_usual(head_dim, head_dim_v, is_causal, query_rows, deterministic):
+        tile = usual(head_dim, head_dim_v, is_causal, query_rows, deterministic)
+        return dataclasses.replace(
+            tile, persistent=persistent and not deterministic and max(head_dim, head_dim_v) <= 128
+        )
 
     def choose(head_dim, head_dim_v, is_causal, query_rows, deterministic):
-        tile = chosen(head_dim, head_dim_v, is_causal, query_rows, deterministic)
+        tile = choose_usual(head_dim, head_dim_v, is_causal, query_rows, deterministic)
         if deterministic:
             return tile
-        return dataclasses.replace(tile, persistent=persistent and max(head_dim, head_dim_v) <= 128, **options)
+        if paired and head_dim == head_dim_v == 256:
+            return dataclasses.replace(tile, fused=True, paired=True, ds_stages=1)
+        return dataclasses.replace(tile, fused=fused, unstaged=unstaged and head_dim == head_dim_v == 128)
 
+    choose_usual.unchanged = usual
+    monkeypatch.setattr(tiles, "choose_backward_usual", choose_usual)
     monkeypatch.setattr(tiles, "choose_backward", choose)
+    monkeypatch.setattr(backward, "_saves_sums", lambda *_: True)
     monkeypatch.setattr(backward, "_plans", {})
 
 
