@@ -19,11 +19,15 @@
 //
 // Shared memory: Q_STAGES query tiles, STAGES key and STAGES value tiles, each a row of boxes of 64 columns (tma.cuh).
 // With a single query buffer (head_dim above 192) outputs go from registers to global memory.
-// Registers: BLOCK_N / 2 + BLOCK_N / 4 + HEAD_DIM_V / 2 for S, P and out, of 232 with two consumers and 160 with three.
+// Registers: BLOCK_N / 2 + BLOCK_N / 4 + HEAD_DIM_V / 2 for S, P and out, of 232 with two consumers, 160 with three and
+// 112 with four.
 //
-// Defined by the host (forward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, BLOCK_N, STAGES, Q_STAGES,
-// IS_CAUSAL, MASKED, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
+// Defined by the host (forward.py): HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, STAGES, Q_STAGES,
+// IS_CAUSAL, MASKED, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit), ROTATE (they exchange
+// their rows with every tile), LANE_LOADS (keys and values by the lanes of two warps, not by the copy engine).
+// HEAD_DIM is a multiple of 16, HEAD_DIM_V one of 8.
 #include "barrier.cuh"
+#include "lane_loads.cuh"
 #include "mask.cuh"
 #if MASKED
 #include "mask_lists.cuh"
@@ -42,6 +46,7 @@ struct ForwardParams {
   int num_tiles, q_tiles, heads_per_group;
   float softmax_scale_log2;
   MaskParams mask;  // if MASKED
+  LaneLoads loads;  // if LANE_LOADS
 };
 
 constexpr int CONSUMERS = BLOCK_M / 64;
@@ -51,17 +56,21 @@ static_assert(!IS_CAUSAL || ceil_div(BLOCK_M - 64, BLOCK_N) < STAGES);
 // So the diagonal of a warpgroup's 64 rows lies within one key tile.
 static_assert(!IS_CAUSAL || BLOCK_N % 64 == 0);
 static_assert(!(IS_CAUSAL && MASKED));
+static_assert(!(LANE_LOADS && MASKED));
 // In the pieces that lists are made of, and as many keys as one word has bits for.
 static_assert(!MASKED || (BLOCK_N % 16 == 0 && BLOCK_N <= 128));
 // Query tiles differ in length, so that a counter hands them out.
 constexpr bool COUNTED = IS_CAUSAL || MASKED;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : CONSUMERS == 3 ? 160 : 112;
 // With two query buffers the output leaves through its query's; a single one is needed for the next query before.
 constexpr bool STAGE_OUT = Q_STAGES > 1;
 constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
+
+// With LANE_LOADS head_dim is not a multiple of 16, and the last columns of HEAD_DIM are zeros.
+constexpr int KEY_COLUMNS = HEAD_DIM - 8;
 
 // What the producer tells the consumers about a tile. key_tiles: how many to visit; with a mask KeyList::counts().
 struct Tile {
@@ -96,6 +105,7 @@ struct Scheduler {
 
   __device__ explicit Scheduler(const ForwardParams& params) : index(blockIdx.x), next(ask(params)) {}
   __device__ __forceinline__ int ask(const ForwardParams& params) {
+    if (LANE_LOADS && threadIdx.x % 32 != 0) return 0;  // of the warp that schedules, one lane asks
     return COUNTED ? gridDim.x + atomicAdd(params.counters, 1) : index + gridDim.x;
   }
   __device__ __forceinline__ void advance(const ForwardParams& params) {
@@ -225,6 +235,70 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
   barrier_arrive(shared.q_full(q.stage));
 }
 
+// With LANE_LOADS: a warp that loads queries, by the copy engine, and keys; another loads the values of the same tiles.
+__device__ __forceinline__ void produce_keys(const TensorMap& query_map, const ForwardParams& params,
+                                             const Shared& shared) {
+  Ring<Q_STAGES> q;
+  Ring<STAGES> k;
+  const int queries_per_kv = params.num_heads / params.num_kv_heads;
+  const bool first_lane = threadIdx.x % 32 == 0;
+  Scheduler scheduler(params);
+  for (int index = blockIdx.x; index < params.num_tiles; index = uniform(scheduler.index)) {
+    const Tile tile = tile_at(index, params);
+    if (first_lane) scheduler.advance(params);
+    const auto load_query = [&] {
+      if (first_lane) {
+        barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
+        write_tile(shared.tiles + q.stage * sizeof(Tile), tile);
+        load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
+                                     tile.first_row, tile.head, tile.batch);
+      }
+      __syncwarp();
+      q.advance();
+    };
+    if (Q_STAGES > 1) load_query();
+    const LaneTensor& tensor = params.loads.key;
+    const uint8_t* source = tensor.rows(tile.batch, tile.head / queries_per_kv);
+#pragma unroll 1
+    for (int j = tile.key_tiles - 1; j >= 0; --j) {
+      barrier_wait(shared.k_empty(k.stage), k.phase ^ 1);
+      load_rows_by_lanes<BLOCK_N, KEY_COLUMNS>(source + (uint64_t)(j * BLOCK_N) * tensor.stride_row, tensor.stride_row,
+                                               shared.key + k.stage * K_BYTES, shared.k_full(k.stage),
+                                               params.seqlen_k - j * BLOCK_N);
+      k.advance();
+      if (Q_STAGES == 1 && j == tile.key_tiles - 1) load_query();
+    }
+  }
+  lane_loads_wait();
+  if (!first_lane) return;
+  scheduler.finish(params);
+  barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
+  write_tile(shared.tiles + q.stage * sizeof(Tile), Tile{0, 0, 0, 0});
+  barrier_arrive(shared.q_full(q.stage));
+}
+
+__device__ __forceinline__ void produce_values(const ForwardParams& params, const Shared& shared) {
+  const int queries_per_kv = params.num_heads / params.num_kv_heads;
+  Ring<STAGES> v;
+  // The consumers need these values before they free the query, so that its description stays until they are loaded.
+  for (Ring<Q_STAGES> q;; q.advance()) {
+    barrier_wait(shared.q_full(q.stage), q.phase);
+    const Tile tile = warp_read_tile(shared.tiles + q.stage * sizeof(Tile));
+    if (tile.key_tiles == 0) break;
+    const LaneTensor& tensor = params.loads.value;
+    const uint8_t* source = tensor.rows(tile.batch, tile.head / queries_per_kv);
+#pragma unroll 1
+    for (int j = tile.key_tiles - 1; j >= 0; --j) {
+      barrier_wait(shared.v_empty(v.stage), v.phase ^ 1);
+      load_rows_by_lanes<BLOCK_N, HEAD_DIM_V>(source + (uint64_t)(j * BLOCK_N) * tensor.stride_row, tensor.stride_row,
+                                               shared.value + v.stage * V_BYTES, shared.v_full(v.stage),
+                                               params.seqlen_k - j * BLOCK_N);
+      v.advance();
+    }
+  }
+  lane_loads_wait();
+}
+
 // The storing warp: sends finished tiles from the query buffers to global memory, and frees the buffers.
 __device__ __forceinline__ void store_tiles(const TensorMap& out_map, const Shared& shared) {
   for (Ring<Q_STAGES> q;; q.advance()) {
@@ -301,7 +375,7 @@ __device__ __forceinline__ void stage_out(const float (&out)[HEAD_DIM_V / 2], co
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = 4 * (group + i / 2) + 2 * (i % 2);
-      words[i] = pack(out[at] * inverse[i % 2], out[at + 1] * inverse[i % 2]);
+      words[i] = at < HEAD_DIM_V / 2 ? pack(out[at] * inverse[i % 2], out[at + 1] * inverse[i % 2]) : 0;
     }
     store_matrices(chunk_address<BLOCK_M>(address, row, group + lane / 16), words);
   }
@@ -335,12 +409,13 @@ __device__ __forceinline__ void store_out(const float (&out)[HEAD_DIM_V / 2], co
   }
 }
 
-// The first of this warp's 16 rows within the tile, and of the two that this thread holds.
-__device__ __forceinline__ int row_of_warp() {
-  return 16 * (threadIdx.x / 32 - 4);
+// The first of this warp's 16 rows within the tile, and of the two that this thread holds. `share`: which 64 rows its
+// warpgroup has, where that is not the one of its own number.
+__device__ __forceinline__ int row_of_warp(int share) {
+  return ROTATE ? 64 * share + threadIdx.x % 128 / 32 * 16 : 16 * (threadIdx.x / 32 - 4);
 }
-__device__ __forceinline__ int row_of_thread() {
-  return row_of_warp() + threadIdx.x % 32 / 4;
+__device__ __forceinline__ int row_of_thread(int share) {
+  return row_of_warp(share) + threadIdx.x % 32 / 4;
 }
 
 __device__ __forceinline__ void consume(const ForwardParams& params, const Shared& shared, int warpgroup) {
@@ -358,6 +433,11 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   const auto release = [&](uint32_t barrier) {
     if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
   };
+  // Before products read what lies in a stage.
+  const auto filled_wait = [&](uint32_t barrier, uint32_t phase) {
+    barrier_wait(barrier, phase);
+    if (LANE_LOADS) store_fence();  // the lanes' writes, which this warp has seen arrive, before the products' reads
+  };
   if (PING_PONG && warpgroup == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
 
   float out[HEAD_DIM_V / 2] = {};
@@ -372,6 +452,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   const uint8_t* mask_rows;  // the mask of the tile's batch and head
   int tile_row;              // first row of the tile
   bool accumulate = false;   // true once `out` holds a product of this query tile
+  int share = warpgroup;     // which 64 rows of the tile are this warpgroup's
 
   // Reads the next query tile, and passes over key tiles that none of the warpgroup's rows sees.
   const auto begin_tile = [&] {
@@ -389,8 +470,10 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       if (j < 0) return false;
     }
     tile_row = tile.first_row;
-    const int first_row = tile_row + 64 * warpgroup;
-    query = descriptor(shared.query + q.stage * Q_BYTES + warpgroup * 64 * BOX_ROW_BYTES, 0);
+    // The lower rows of a causal tile see more keys: no warpgroup should have them always.
+    if (ROTATE) share = share + 1 == CONSUMERS ? 0 : share + 1;
+    const int first_row = tile_row + 64 * share;
+    query = descriptor(shared.query + q.stage * Q_BYTES + share * 64 * BOX_ROW_BYTES, 0);
     if (IS_CAUSAL) {
       for (; j >= ceil_div(min(params.seqlen_k, first_row + 64), BLOCK_N); --j) {
         barrier_wait(shared.k_full(k.stage), k.phase);
@@ -415,7 +498,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     wgmma_commit();
   };
   const auto mask_scores = [&] {
-    const int last = params.seqlen_k - 1, row = tile_row + row_of_thread(), first_key = j * BLOCK_N;
+    const int last = params.seqlen_k - 1, row = tile_row + row_of_thread(share), first_key = j * BLOCK_N;
     mask(scores, (IS_CAUSAL ? min(last, row) : last) - first_key, (IS_CAUSAL ? min(last, row + 8) : last) - first_key,
          threadIdx.x % 4);
   };
@@ -423,17 +506,17 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   // What these rows see of the mixed key tile in the current stage. Begins the loads: best before a wait for products.
   const auto read_mask = [&] {
     const int first_key = uniform(read_word(shared.number(k.stage))) * BLOCK_N;
-    return Seen<BLOCK_N>(params.mask, mask_rows, tile_row + row_of_thread(), first_key, params.seqlen_q,
+    return Seen<BLOCK_N>(params.mask, mask_rows, tile_row + row_of_thread(share), first_key, params.seqlen_q,
                          params.seqlen_k);
   };
 
   // One key tile that is not its query tile's first.
   const auto step = [&] {
-    barrier_wait(shared.k_full(k.stage), k.phase);
+    filled_wait(shared.k_full(k.stage), k.phase);
     take_turn();
     issue_scores();
     const Ring<STAGES> v = k.previous();
-    barrier_wait(shared.v_full(v.stage), v.phase);
+    filled_wait(shared.v_full(v.stage), v.phase);
     issue_out(v.stage);
     pass_turn();
     accumulate = true;
@@ -444,7 +527,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     release(shared.v_empty(v.stage));
     pack_probabilities(probabilities, scores);
     if (__any_sync(0xFFFFFFFF, !serves)) {
-      warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(), shared.key + k.stage * K_BYTES);
+      warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(share), shared.key + k.stage * K_BYTES);
       float rescale[2];
       softmax.sum[0] = sum[0];
       softmax.sum[1] = sum[1];
@@ -507,24 +590,24 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     softmax.restart(scores, scale_log2, rescale);
   };
 
-  const auto send = [&](const float (&inverse)[2], int q_stage, const Tile& tile) {
+  const auto send = [&](const float (&inverse)[2], int q_stage, const Tile& tile, int share) {
     // A row that sees no key is zeros, whatever the values in the tiles that other rows see.
     if (MASKED && __any_sync(0xFFFFFFFF, inverse[0] == 0.0f || inverse[1] == 0.0f)) {
 #pragma unroll
       for (int i = 0; i < HEAD_DIM_V / 2; ++i) out[i] = inverse[i / 2 % 2] == 0.0f ? 0.0f : out[i];
     }
     if constexpr (STAGE_OUT) {
-      stage_out(out, inverse, shared.query + q_stage * Q_BYTES, row_of_warp());
+      stage_out(out, inverse, shared.query + q_stage * Q_BYTES, row_of_warp(share));
       __syncwarp();
       release(shared.out_full(q_stage));
       release(shared.q_empty(q_stage));
     } else {
-      store_out(out, inverse, tile, tile.first_row + row_of_thread(), params);
+      store_out(out, inverse, tile, tile.first_row + row_of_thread(share), params);
     }
   };
 
   if (!begin_tile()) return;
-  barrier_wait(shared.k_full(k.stage), k.phase);
+  filled_wait(shared.k_full(k.stage), k.phase);
   issue_scores();
   first_softmax([] { wgmma_wait<0>(); });
   pack_probabilities(probabilities, scores);
@@ -539,28 +622,28 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     // The last product of this query tile runs beside the first one of the next.
     const Tile tile = warp_read_tile(shared.tiles + q.stage * sizeof(Tile));
     float inverse[2];
-    finish(softmax, tile, tile.first_row + row_of_thread(), inverse, params);
+    finish(softmax, tile, tile.first_row + row_of_thread(share), inverse, params);
     const Ring<STAGES> v = k.previous();
-    const int q_stage = q.stage;
+    const int q_stage = q.stage, finished_share = share;
     if (!STAGE_OUT) release(shared.q_empty(q.stage));
     q.advance();
     const bool more = begin_tile();
     if (!more) {
-      barrier_wait(shared.v_full(v.stage), v.phase);
+      filled_wait(shared.v_full(v.stage), v.phase);
       issue_out(v.stage);
       wgmma_wait<0>();
-      send(inverse, q_stage, tile);
+      send(inverse, q_stage, tile, finished_share);
       return;
     }
-    barrier_wait(shared.k_full(k.stage), k.phase);
+    filled_wait(shared.k_full(k.stage), k.phase);
     issue_scores();
-    barrier_wait(shared.v_full(v.stage), v.phase);
+    filled_wait(shared.v_full(v.stage), v.phase);
     issue_out(v.stage);
     accumulate = false;
     first_softmax([] { wgmma_wait<1>(); });
     wgmma_wait<0>();
     release(shared.v_empty(v.stage));
-    send(inverse, q_stage, tile);
+    send(inverse, q_stage, tile, finished_share);
     pack_probabilities(probabilities, scores);
   }
 }
@@ -586,18 +669,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
       barrier_init(shared.out_full(stage), 4 * CONSUMERS);
     }
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(shared.k_full(stage), 1);
+      barrier_init(shared.k_full(stage), LANE_LOADS ? 32 : 1);
       barrier_init(shared.k_empty(stage), 4 * CONSUMERS);
-      barrier_init(shared.v_full(stage), 1);
+      barrier_init(shared.v_full(stage), LANE_LOADS ? 32 : 1);
       barrier_init(shared.v_empty(stage), 4 * CONSUMERS);
     }
     barrier_init_fence();
+  }
+  if constexpr (LANE_LOADS) {
+    // Nobody loads the last columns of HEAD_DIM: zeros, once and for all.
+    for (int row = threadIdx.x; row < STAGES * BLOCK_N; row += THREADS)
+      store_zeros(chunk_address<BLOCK_N>(shared.key + row / BLOCK_N * K_BYTES, row % BLOCK_N, KEY_COLUMNS / 8));
+    store_fence();
   }
   __syncthreads();
 
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) produce(query_map, key_map, value_map, params, shared);
+    if constexpr (LANE_LOADS) {
+      if (threadIdx.x / 32 == 0) produce_keys(query_map, params, shared);
+      if (threadIdx.x / 32 == 2) produce_values(params, shared);
+    } else {
+      if (threadIdx.x == 0) produce(query_map, key_map, value_map, params, shared);
+    }
     if (STAGE_OUT && threadIdx.x == 32) store_tiles(out_map, shared);
   } else {
     registers_claim<CONSUMER_REGISTERS>();

@@ -39,6 +39,23 @@ _L2_BYTES = 32 << 20
 _MAX_TILES = 2**31 - 1
 
 
+class LaneTensor(ctypes.Structure):
+    """A tensor that lanes load, ``struct LaneTensor`` in ``lane_loads.cuh``. Strides in bytes."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("stride_batch", ctypes.c_int64),
+        ("stride_head", ctypes.c_int64),
+        ("stride_row", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    ]
+
+    @classmethod
+    def of(cls, tensor) -> LaneTensor:
+        """The tensor's strides; its address comes with the call."""
+        return cls(None, *(stride * tensor.element_size() for stride in tensor.stride()[:3]))
+
+
 class ForwardParams(ctypes.Structure):
     """The kernel's last parameter, by value: THE layout, which ``struct ForwardParams`` in ``forward.cu`` repeats."""
 
@@ -60,11 +77,13 @@ class ForwardParams(ctypes.Structure):
         ("heads_per_group", ctypes.c_int32),  # query heads, counted over the batch, whose keys and values share L2
         ("softmax_scale_log2", ctypes.c_float),
         ("mask", MaskParams),  # zeros without a mask
+        ("key", LaneTensor),  # read where lanes load keys and values
+        ("value", LaneTensor),
     ]
 
 
 class Specialisation(NamedTuple):
-    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
+    """What the compiler knows of a call. head_dim: a multiple of 16, head_dim_v: one of 8; at most 256.
 
     is_masked: there is a bool mask. The binary then holds the kernel that makes its lists too.
     """
@@ -89,6 +108,8 @@ class Specialisation(NamedTuple):
             "STAGES": tile.stages,
             "Q_STAGES": tile.q_stages,
             "PING_PONG": int(tile.ping_pong),
+            "ROTATE": int(tile.rotate),
+            "LANE_LOADS": int(tile.lane_loads),
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
             "IS_BF16": int(self.is_bf16),
@@ -213,7 +234,8 @@ class Plan:
     """
 
     __slots__ = (
-        "_config", "_counted", "_device_index", "_frames", "_function", "_lists", "_maps", "_params", "specialisation",
+        "_config", "_counted", "_device_index", "_frames", "_function", "_lane_loads", "_lists", "_maps", "_params",
+        "specialisation",
     )  # fmt: skip
 
     def __init__(self, query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None):
@@ -240,6 +262,7 @@ class Plan:
         self.specialisation = spec
         self._counted = is_causal or mask is not None
         tile = spec.tile
+        self._lane_loads = tile.lane_loads
         q_tiles = math.ceil(seqlen_q / tile.block_m)
         num_tiles = q_tiles * batch * heads
         if num_tiles > _MAX_TILES:
@@ -273,6 +296,8 @@ class Plan:
             heads_per_group=_heads_per_group(batch * heads, heads // kv_heads, seqlen_k, head_dim + head_dim_v),
             softmax_scale_log2=softmax_scale * _LOG2E,
             mask=MaskParams() if self._lists is None else self._lists.params,
+            key=LaneTensor.of(key),
+            value=LaneTensor.of(value),
         )
         self._config = driver.LaunchConfig(
             (min(num_sms, num_tiles), 1, 1), (tile.num_threads, 1, 1), spec.shared_bytes, None, None, 0
@@ -300,6 +325,8 @@ class Plan:
         pointers[0], pointers[1], pointers[2], pointers[3] = query_map[0], key_map[0], value_map[0], out_map[0]
         params.out = out_pointer
         params.logsumexp = None if logsumexp is None else logsumexp.data_ptr()
+        if self._lane_loads:
+            params.key.data, params.value.data = key.data_ptr(), value.data_ptr()
         stream = driver.current_stream(index)
         if self._counted:
             params.counters = driver.counters(index, stream)

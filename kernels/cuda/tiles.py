@@ -15,7 +15,8 @@ class Tile:
 
     block_m: query rows of a tile, 64 for each consumer warpgroup. block_n: keys of a step. stages: key and value tiles
     in flight. q_stages: query tiles in flight; with two, outputs leave through the query buffers. ping_pong: warpgroups
-    take turns at the matrix unit.
+    take turns at the matrix unit. rotate: they exchange their rows with every tile. lane_loads: threads load keys and
+    values, not the copy engine; for a head_dim that is an odd multiple of 8.
     """
 
     block_m: int
@@ -23,6 +24,8 @@ class Tile:
     stages: int
     q_stages: int
     ping_pong: bool = True
+    rotate: bool = False
+    lane_loads: bool = False
 
     @property
     def num_warpgroups(self) -> int:
