@@ -157,14 +157,16 @@ def check_here(numbers: list[int], listed: list[Candidate]) -> None:
             return  # the context is lost
 
 
-def check_apart(numbers: list[int], options: argparse.Namespace) -> dict[int, dict[str, Any]]:
+def check_apart(
+    numbers: list[int], options: argparse.Namespace, module: str = "benchmarks.tune_cuda"
+) -> dict[int, dict[str, Any]]:
     """Checks the candidates of these numbers in child processes, a new one after each that ended its own."""
     found: dict[int, dict[str, Any]] = {}
     hangs = 0
     while missing := [number for number in numbers if number not in found]:
         if hangs == MOST_HANGS:
             return found | {number: {"right": False, "failed": "not checked: too many hang"} for number in missing}
-        command = [sys.executable, "-m", "benchmarks.tune_cuda", "--out", options.out, "--only", options.only]
+        command = [sys.executable, "-m", module, "--out", options.out, "--only", options.only]
         command += ["--check", ",".join(map(str, missing))]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=False)
         assert child.stdout is not None

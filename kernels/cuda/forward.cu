@@ -236,64 +236,64 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
 }
 
 // With LANE_LOADS: a warp that loads queries, by the copy engine, and keys; another loads the values of the same tiles.
+// They count stages in one register each.
 __device__ __forceinline__ void produce_keys(const TensorMap& query_map, const ForwardParams& params,
                                              const Shared& shared) {
-  Ring<Q_STAGES> q;
-  Ring<STAGES> k;
-  const int queries_per_kv = params.num_heads / params.num_kv_heads;
+  uint32_t q_count = 0, k_count = 0;
   const bool first_lane = threadIdx.x % 32 == 0;
+  const LaneTensor& tensor = params.loads.key;
   Scheduler scheduler(params);
   for (int index = blockIdx.x; index < params.num_tiles; index = uniform(scheduler.index)) {
     const Tile tile = tile_at(index, params);
     if (first_lane) scheduler.advance(params);
     const auto load_query = [&] {
       if (first_lane) {
+        const Ring<Q_STAGES> q = Ring<Q_STAGES>::at(q_count);
         barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
         write_tile(shared.tiles + q.stage * sizeof(Tile), tile);
         load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
                                      tile.first_row, tile.head, tile.batch);
       }
       __syncwarp();
-      q.advance();
+      ++q_count;
     };
     if (Q_STAGES > 1) load_query();
-    const LaneTensor& tensor = params.loads.key;
-    const uint8_t* source = tensor.rows(tile.batch, tile.head / queries_per_kv);
+    const uint8_t* source = tensor.rows(tile.batch, tile.head / (params.num_heads / params.num_kv_heads));
 #pragma unroll 1
     for (int j = tile.key_tiles - 1; j >= 0; --j) {
+      const Ring<STAGES> k = Ring<STAGES>::at(k_count++);
       barrier_wait(shared.k_empty(k.stage), k.phase ^ 1);
       load_rows_by_lanes<BLOCK_N, KEY_COLUMNS>(source + (uint64_t)(j * BLOCK_N) * tensor.stride_row, tensor.stride_row,
                                                shared.key + k.stage * K_BYTES, shared.k_full(k.stage),
                                                params.seqlen_k - j * BLOCK_N);
-      k.advance();
       if (Q_STAGES == 1 && j == tile.key_tiles - 1) load_query();
     }
   }
   lane_loads_wait();
   if (!first_lane) return;
   scheduler.finish(params);
+  const Ring<Q_STAGES> q = Ring<Q_STAGES>::at(q_count);
   barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
   write_tile(shared.tiles + q.stage * sizeof(Tile), Tile{0, 0, 0, 0});
   barrier_arrive(shared.q_full(q.stage));
 }
 
 __device__ __forceinline__ void produce_values(const ForwardParams& params, const Shared& shared) {
-  const int queries_per_kv = params.num_heads / params.num_kv_heads;
-  Ring<STAGES> v;
+  uint32_t v_count = 0;
+  const LaneTensor& tensor = params.loads.value;
   // The consumers need these values before they free the query, so that its description stays until they are loaded.
   for (Ring<Q_STAGES> q;; q.advance()) {
     barrier_wait(shared.q_full(q.stage), q.phase);
     const Tile tile = warp_read_tile(shared.tiles + q.stage * sizeof(Tile));
     if (tile.key_tiles == 0) break;
-    const LaneTensor& tensor = params.loads.value;
-    const uint8_t* source = tensor.rows(tile.batch, tile.head / queries_per_kv);
+    const uint8_t* source = tensor.rows(tile.batch, tile.head / (params.num_heads / params.num_kv_heads));
 #pragma unroll 1
     for (int j = tile.key_tiles - 1; j >= 0; --j) {
+      const Ring<STAGES> v = Ring<STAGES>::at(v_count++);
       barrier_wait(shared.v_empty(v.stage), v.phase ^ 1);
       load_rows_by_lanes<BLOCK_N, HEAD_DIM_V>(source + (uint64_t)(j * BLOCK_N) * tensor.stride_row, tensor.stride_row,
-                                               shared.value + v.stage * V_BYTES, shared.v_full(v.stage),
-                                               params.seqlen_k - j * BLOCK_N);
-      v.advance();
+                                              shared.value + v.stage * V_BYTES, shared.v_full(v.stage),
+                                              params.seqlen_k - j * BLOCK_N);
     }
   }
   lane_loads_wait();
@@ -687,8 +687,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();
     if constexpr (LANE_LOADS) {
-      if (threadIdx.x / 32 == 0) produce_keys(query_map, params, shared);
-      if (threadIdx.x / 32 == 2) produce_values(params, shared);
+      if (threadIdx.x < 32) return produce_keys(query_map, params, shared);
+      if (threadIdx.x / 32 == 2) return produce_values(params, shared);
     } else {
       if (threadIdx.x == 0) produce(query_map, key_map, value_map, params, shared);
     }

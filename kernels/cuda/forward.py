@@ -172,6 +172,12 @@ def specialise_masked(
     return Specialisation(padded, padded_v, False, dtype == torch.bfloat16, write_lse, tile, is_masked=True)
 
 
+def _lanes_load(key, value, spec: Specialisation) -> bool:
+    """Can lanes load these? The specialisation pads keys by 8 columns and values by none; rows are 4 GB apart at most."""
+    exact = key.size(3) == spec.head_dim - 8 and value.size(3) == spec.head_dim_v
+    return exact and all(t.size(2) == 1 or t.stride(2) * t.element_size() < 1 << 32 for t in (key, value))
+
+
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
@@ -263,6 +269,8 @@ class Plan:
         self._counted = is_causal or mask is not None
         tile = spec.tile
         self._lane_loads = tile.lane_loads
+        if tile.lane_loads and not _lanes_load(key, value, spec):
+            raise KernelUnavailable(f"lanes cannot load keys {list(key.stride())} and values {list(value.stride())}")
         q_tiles = math.ceil(seqlen_q / tile.block_m)
         num_tiles = q_tiles * batch * heads
         if num_tiles > _MAX_TILES:
