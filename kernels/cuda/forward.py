@@ -173,7 +173,7 @@ def specialise_masked(
 
 
 def _lanes_load(key, value, spec: Specialisation) -> bool:
-    """Can lanes load these? The specialisation pads keys by 8 columns and values by none; rows are 4 GB apart at most."""
+    """Can lanes load these? Keys are padded by 8 columns and values by none; rows are less than 4 GB apart."""
     exact = key.size(3) == spec.head_dim - 8 and value.size(3) == spec.head_dim_v
     return exact and all(t.size(2) == 1 or t.stride(2) * t.element_size() < 1 << 32 for t in (key, value))
 

@@ -1,5 +1,5 @@
-// Loads by the lanes of a warp, 16 bytes each, in the layout of load_rows (tma.cuh): for rows that begin at odd multiples
-// of 16 bytes, which the copy engine loads slowly.
+// Loads by the lanes of a warp, 16 bytes each, in the layout of load_rows (tma.cuh): for rows that begin at odd
+// multiples of 16 bytes, which the copy engine loads slowly.
 //
 // These copies write as threads do, not as the copy engine does: who reads them by wgmma needs a fence (store_fence)
 // after the wait for their barrier.
