@@ -12,6 +12,7 @@ each block's first scores, and from each block's last output to the end of the k
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -159,6 +160,8 @@ def main() -> None:
             log = stamped(candidate).compile().log
             print(candidate.name, *(line for line in log.splitlines() if "C75" in line or "spill" in line), flush=True)
         return
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda pair: stamped(pair[1]).compile(), listed))
     results = Results(Path(options.out), "trace_cuda_forward", environment("cuda"), vars(options))
     for problem, candidate in listed:
         row = trace(problem, candidate)

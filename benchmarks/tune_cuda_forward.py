@@ -91,6 +91,7 @@ class Candidate:
         parts = [f"D={self.head_dim}", "causal" if self.is_causal else "full"]
         parts.append(f"{tile.block_m}x{tile.block_n} s{tile.stages} q{tile.q_stages}")
         parts += [field.name for field in dataclasses.fields(tile) if getattr(tile, field.name) is True]
+        parts += [f"lanes {tile.lane_loads}"] * (tile.lane_loads > 0)
         parts += ["v8"] * self.exact_value
         parts += [f"group {self.heads_per_group}"] * (self.heads_per_group is not None)
         parts += [f"promotion {(0, 64, 128, 256)[self.promotion]}"] if self.promotion is not None else []
@@ -141,10 +142,11 @@ def candidates(head_dim: int, is_causal: bool) -> list[Candidate]:
         )
         found += [Tile(192, 64, 3, 2, False, rotate=True)] if is_causal else [Tile(192, 96, 2, 2)]
     if head_dim == 72:
-        lanes = [change(tile, lane_loads=True) for tile in named[-1:]]
-        more += [make(tile, exact_value=True) for tile in (*named[-1:], *lanes, found[-2], found[-1])]
+        lanes = [change(named[-1], lane_loads=which) for which in (1, 2)]
+        more += [make(tile, exact_value=True) for tile in (named[-1], *lanes, found[-2], found[-1])]
         if not is_causal:
             more += [make(Tile(192, 128, 2, 2, False), exact_value=True)]
+        more += [make(Tile(256, 64, 4, 1, False, rotate=is_causal), exact_value=True)]
         more += [make(named[-1], promotion=promotion) for promotion in (0, 2)]
     elif is_causal and head_dim == 64:
         four = Tile(256, 64, 8, 2, False, rotate=True)

@@ -24,8 +24,8 @@
 //
 // Defined by the host (forward.py): HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, STAGES, Q_STAGES,
 // IS_CAUSAL, MASKED, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit), ROTATE (they exchange
-// their rows with every tile), LANE_LOADS (keys and values by the lanes of two warps, not by the copy engine).
-// HEAD_DIM is a multiple of 16, HEAD_DIM_V one of 8.
+// their rows with every tile), LANE_LOADS (keys and values by the lanes of two warps: 1, only the columns after the
+// last full box, 2, all). HEAD_DIM is a multiple of 16, HEAD_DIM_V one of 8.
 #include "barrier.cuh"
 #include "lane_loads.cuh"
 #include "mask.cuh"
@@ -71,6 +71,11 @@ constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 
 // With LANE_LOADS head_dim is not a multiple of 16, and the last columns of HEAD_DIM are zeros.
 constexpr int KEY_COLUMNS = HEAD_DIM - 8;
+// The first boxes of a row, which the copy engine loads all the same.
+constexpr int ENGINE_COLUMNS_K = LANE_LOADS == 1 ? KEY_COLUMNS / BOX_COLUMNS * BOX_COLUMNS : 0;
+constexpr int ENGINE_COLUMNS_V = LANE_LOADS == 1 ? HEAD_DIM_V / BOX_COLUMNS * BOX_COLUMNS : 0;
+constexpr int FULL_ARRIVALS_K = LANE_LOADS ? 32 + (ENGINE_COLUMNS_K > 0) : 1;
+constexpr int FULL_ARRIVALS_V = LANE_LOADS ? 32 + (ENGINE_COLUMNS_V > 0) : 1;
 
 // What the producer tells the consumers about a tile. key_tiles: how many to visit; with a mask KeyList::counts().
 struct Tile {
@@ -237,8 +242,8 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
 
 // With LANE_LOADS: a warp that loads queries, by the copy engine, and keys; another loads the values of the same tiles.
 // They count stages in one register each.
-__device__ __forceinline__ void produce_keys(const TensorMap& query_map, const ForwardParams& params,
-                                             const Shared& shared) {
+__device__ __forceinline__ void produce_keys(const TensorMap& query_map, const TensorMap& key_map,
+                                             const ForwardParams& params, const Shared& shared) {
   uint32_t q_count = 0, k_count = 0;
   const bool first_lane = threadIdx.x % 32 == 0;
   const LaneTensor& tensor = params.loads.key;
@@ -258,14 +263,18 @@ __device__ __forceinline__ void produce_keys(const TensorMap& query_map, const F
       ++q_count;
     };
     if (Q_STAGES > 1) load_query();
-    const uint8_t* source = tensor.rows(tile.batch, tile.head / (params.num_heads / params.num_kv_heads));
+    const int kv_head = tile.head / (params.num_heads / params.num_kv_heads);
+    const uint8_t* source = tensor.rows(tile.batch, kv_head);
 #pragma unroll 1
     for (int j = tile.key_tiles - 1; j >= 0; --j) {
       const Ring<STAGES> k = Ring<STAGES>::at(k_count++);
       barrier_wait(shared.k_empty(k.stage), k.phase ^ 1);
-      load_rows_by_lanes<BLOCK_N, KEY_COLUMNS>(source + (uint64_t)(j * BLOCK_N) * tensor.stride_row, tensor.stride_row,
-                                               shared.key + k.stage * K_BYTES, shared.k_full(k.stage),
-                                               params.seqlen_k - j * BLOCK_N);
+      if (ENGINE_COLUMNS_K > 0 && first_lane)
+        load_rows<BLOCK_N, ENGINE_COLUMNS_K>(key_map, shared.key + k.stage * K_BYTES, shared.k_full(k.stage),
+                                             j * BLOCK_N, kv_head, tile.batch);
+      load_rows_by_lanes<BLOCK_N, KEY_COLUMNS, ENGINE_COLUMNS_K / BOX_COLUMNS>(
+          source + (uint64_t)(j * BLOCK_N) * tensor.stride_row, tensor.stride_row, shared.key + k.stage * K_BYTES,
+          shared.k_full(k.stage), params.seqlen_k - j * BLOCK_N);
       if (Q_STAGES == 1 && j == tile.key_tiles - 1) load_query();
     }
   }
@@ -278,7 +287,8 @@ __device__ __forceinline__ void produce_keys(const TensorMap& query_map, const F
   barrier_arrive(shared.q_full(q.stage));
 }
 
-__device__ __forceinline__ void produce_values(const ForwardParams& params, const Shared& shared) {
+__device__ __forceinline__ void produce_values(const TensorMap& value_map, const ForwardParams& params,
+                                               const Shared& shared) {
   uint32_t v_count = 0;
   const LaneTensor& tensor = params.loads.value;
   // The consumers need these values before they free the query, so that its description stays until they are loaded.
@@ -286,14 +296,18 @@ __device__ __forceinline__ void produce_values(const ForwardParams& params, cons
     barrier_wait(shared.q_full(q.stage), q.phase);
     const Tile tile = warp_read_tile(shared.tiles + q.stage * sizeof(Tile));
     if (tile.key_tiles == 0) break;
-    const uint8_t* source = tensor.rows(tile.batch, tile.head / (params.num_heads / params.num_kv_heads));
+    const int kv_head = tile.head / (params.num_heads / params.num_kv_heads);
+    const uint8_t* source = tensor.rows(tile.batch, kv_head);
 #pragma unroll 1
     for (int j = tile.key_tiles - 1; j >= 0; --j) {
       const Ring<STAGES> v = Ring<STAGES>::at(v_count++);
       barrier_wait(shared.v_empty(v.stage), v.phase ^ 1);
-      load_rows_by_lanes<BLOCK_N, HEAD_DIM_V>(source + (uint64_t)(j * BLOCK_N) * tensor.stride_row, tensor.stride_row,
-                                              shared.value + v.stage * V_BYTES, shared.v_full(v.stage),
-                                              params.seqlen_k - j * BLOCK_N);
+      if (ENGINE_COLUMNS_V > 0 && threadIdx.x % 32 == 0)
+        load_rows<BLOCK_N, ENGINE_COLUMNS_V>(value_map, shared.value + v.stage * V_BYTES, shared.v_full(v.stage),
+                                             j * BLOCK_N, kv_head, tile.batch);
+      load_rows_by_lanes<BLOCK_N, HEAD_DIM_V, ENGINE_COLUMNS_V / BOX_COLUMNS>(
+          source + (uint64_t)(j * BLOCK_N) * tensor.stride_row, tensor.stride_row, shared.value + v.stage * V_BYTES,
+          shared.v_full(v.stage), params.seqlen_k - j * BLOCK_N);
     }
   }
   lane_loads_wait();
@@ -669,9 +683,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
       barrier_init(shared.out_full(stage), 4 * CONSUMERS);
     }
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(shared.k_full(stage), LANE_LOADS ? 32 : 1);
+      barrier_init(shared.k_full(stage), FULL_ARRIVALS_K);
       barrier_init(shared.k_empty(stage), 4 * CONSUMERS);
-      barrier_init(shared.v_full(stage), LANE_LOADS ? 32 : 1);
+      barrier_init(shared.v_full(stage), FULL_ARRIVALS_V);
       barrier_init(shared.v_empty(stage), 4 * CONSUMERS);
     }
     barrier_init_fence();
@@ -687,8 +701,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();
     if constexpr (LANE_LOADS) {
-      if (threadIdx.x < 32) return produce_keys(query_map, params, shared);
-      if (threadIdx.x / 32 == 2) return produce_values(params, shared);
+      if (threadIdx.x < 32) return produce_keys(query_map, key_map, params, shared);
+      if (threadIdx.x / 32 == 2) return produce_values(value_map, params, shared);
     } else {
       if (threadIdx.x == 0) produce(query_map, key_map, value_map, params, shared);
     }

@@ -109,7 +109,7 @@ class Specialisation(NamedTuple):
             "Q_STAGES": tile.q_stages,
             "PING_PONG": int(tile.ping_pong),
             "ROTATE": int(tile.rotate),
-            "LANE_LOADS": int(tile.lane_loads),
+            "LANE_LOADS": tile.lane_loads,
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
             "IS_BF16": int(self.is_bf16),

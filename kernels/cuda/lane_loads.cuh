@@ -56,13 +56,14 @@ __device__ __forceinline__ void load_box_by_lanes(const uint8_t* source, uint32_
   }
 }
 
-// Loads ROWS rows, those from `present_rows` on as zeros; 32 arrivals on `barrier`. By a whole warp.
-template <int ROWS, int COLUMNS>
+// Loads ROWS rows, those from `present_rows` on as zeros, of the columns from box FIRST_BOX on; 32 arrivals on
+// `barrier`. By a whole warp.
+template <int ROWS, int COLUMNS, int FIRST_BOX>
 __device__ __forceinline__ void load_rows_by_lanes(const uint8_t* source, uint32_t stride_row, uint32_t destination,
                                                    uint32_t barrier, int present_rows) {
   constexpr int BOXES = COLUMNS / BOX_COLUMNS, REST = COLUMNS % BOX_COLUMNS / 8;
 #pragma unroll 1
-  for (int box = 0; box < BOXES; ++box)
+  for (int box = FIRST_BOX; box < BOXES; ++box)
     load_box_by_lanes<ROWS, 8>(source + box * BOX_ROW_BYTES, stride_row, destination + box * ROWS * BOX_ROW_BYTES,
                                present_rows);
   if constexpr (REST > 0)

@@ -16,7 +16,7 @@ class Tile:
     block_m: query rows of a tile, 64 for each consumer warpgroup. block_n: keys of a step. stages: key and value tiles
     in flight. q_stages: query tiles in flight; with two, outputs leave through the query buffers. ping_pong: warpgroups
     take turns at the matrix unit. rotate: they exchange their rows with every tile. lane_loads: threads load keys and
-    values, not the copy engine; for a head_dim that is an odd multiple of 8.
+    values, 2, all, or, 1, the columns after the last multiple of 64; for a head_dim that is an odd multiple of 8.
     """
 
     block_m: int
@@ -25,7 +25,7 @@ class Tile:
     q_stages: int
     ping_pong: bool = True
     rotate: bool = False
-    lane_loads: bool = False
+    lane_loads: int = 0
 
     @property
     def num_warpgroups(self) -> int:
