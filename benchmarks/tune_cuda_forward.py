@@ -160,10 +160,10 @@ def candidates(head_dim: int, is_causal: bool) -> list[Candidate]:
     elif is_causal and head_dim == 128:
         found += [change(named[0], rotate=True), Tile(128, 64, 4, 3, False, rotate=True)]
         found += [Tile(192, 64, 4, 2, False, rotate=True), Tile(192, 64, 4, 2, True, rotate=True)]
-        more += [make(change(named[0], rotate=True), heads_per_group=heads) for heads in (33, 66)]
+        more += [make(change(named[0], rotate=True), heads_per_group=heads) for heads in (17, 33, 66)]
     elif is_causal and head_dim == 256:
         found += [change(named[0], rotate=True)]
-        more += [make(change(named[0], rotate=True), heads_per_group=heads) for heads in (33, 66)]
+        more += [make(change(named[0], rotate=True), heads_per_group=heads) for heads in (17, 33, 66)]
     return list(dict.fromkeys([*map(make, found), *more]))
 
 

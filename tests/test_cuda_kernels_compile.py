@@ -18,6 +18,7 @@ import pytest
 
 from torch_flashbackend import nvrtc
 from torch_flashbackend.kernels.cuda import forward, tiles
+from torch_flashbackend.kernels.cuda.tiles import Tile
 
 pytestmark = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"no compiler: {nvrtc.unavailable()}")
 
@@ -43,10 +44,28 @@ def specialisations():
     return found
 
 
+def candidates():
+    """What ``benchmarks/tune_cuda_forward.py`` compares with the table's tiles, one of each kind."""
+    chosen = [
+        (64, 64, True, Tile(256, 64, 8, 2, False, rotate=True)),
+        (64, 64, True, Tile(256, 64, 8, 3, False, rotate=True)),
+        (64, 64, False, Tile(256, 64, 8, 2)),
+        (128, 128, True, Tile(192, 64, 4, 2, rotate=True)),
+        (256, 256, True, Tile(128, 64, 2, 1, False, rotate=True)),
+        (80, 72, False, Tile(192, 128, 2, 2, False)),
+        (80, 72, True, Tile(256, 64, 4, 1, False, rotate=True)),
+        (80, 72, True, Tile(128, 64, 5, 2, False, lane_loads=1)),
+        (80, 72, False, Tile(128, 96, 3, 2, False, lane_loads=2)),
+        (128, 120, True, Tile(128, 64, 5, 2, False, lane_loads=2)),
+    ]
+    return [forward.Specialisation(*dims, is_causal, True, True, tile) for *dims, is_causal, tile in chosen]
+
+
 def name_of(spec):
     size = f"{spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"{spec.head_dim}-{spec.head_dim_v}"
     mask = "masked" if spec.is_masked else "causal" if spec.is_causal else "full"
     kind = (mask, "bf16" if spec.is_bf16 else "f16", "lse" if spec.write_lse else "")
+    kind += ("rotate" if spec.tile.rotate else "", f"lanes{spec.tile.lane_loads}" if spec.tile.lane_loads else "")
     return "-".join([size, *filter(None, kind), f"{spec.tile.block_m}x{spec.tile.block_n}"])
 
 
@@ -66,7 +85,7 @@ def problems(log):
     return found + [f"spills {number} bytes" for number in spills if int(number)]
 
 
-@pytest.mark.parametrize("spec", specialisations(), ids=name_of)
+@pytest.mark.parametrize("spec", specialisations() + candidates(), ids=name_of)
 def test_specialisation_has_no_spills_and_no_serialised_products(spec, tmp_path):
     binary = nvrtc.compile(spec.source)
     assert problems(binary.log) == []

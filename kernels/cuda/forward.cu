@@ -65,6 +65,7 @@ constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : CONSUMERS == 3 ? 160 : 112;
 // With two query buffers the output leaves through its query's; a single one is needed for the next query before.
 constexpr bool STAGE_OUT = Q_STAGES > 1;
+static_assert(!LANE_LOADS || STAGE_OUT);
 constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
@@ -251,18 +252,15 @@ __device__ __forceinline__ void produce_keys(const TensorMap& query_map, const T
   for (int index = blockIdx.x; index < params.num_tiles; index = uniform(scheduler.index)) {
     const Tile tile = tile_at(index, params);
     if (first_lane) scheduler.advance(params);
-    const auto load_query = [&] {
-      if (first_lane) {
-        const Ring<Q_STAGES> q = Ring<Q_STAGES>::at(q_count);
-        barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
-        write_tile(shared.tiles + q.stage * sizeof(Tile), tile);
-        load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
-                                     tile.first_row, tile.head, tile.batch);
-      }
-      __syncwarp();
-      ++q_count;
-    };
-    if (Q_STAGES > 1) load_query();
+    if (first_lane) {
+      const Ring<Q_STAGES> q = Ring<Q_STAGES>::at(q_count);
+      barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
+      write_tile(shared.tiles + q.stage * sizeof(Tile), tile);
+      load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile.first_row,
+                                   tile.head, tile.batch);
+    }
+    __syncwarp();
+    ++q_count;
     const int kv_head = tile.head / (params.num_heads / params.num_kv_heads);
     const uint8_t* source = tensor.rows(tile.batch, kv_head);
 #pragma unroll 1
@@ -275,7 +273,6 @@ __device__ __forceinline__ void produce_keys(const TensorMap& query_map, const T
       load_rows_by_lanes<BLOCK_N, KEY_COLUMNS, ENGINE_COLUMNS_K / BOX_COLUMNS>(
           source + (uint64_t)(j * BLOCK_N) * tensor.stride_row, tensor.stride_row, shared.key + k.stage * K_BYTES,
           shared.k_full(k.stage), params.seqlen_k - j * BLOCK_N);
-      if (Q_STAGES == 1 && j == tile.key_tiles - 1) load_query();
     }
   }
   lane_loads_wait();
@@ -291,7 +288,8 @@ __device__ __forceinline__ void produce_values(const TensorMap& value_map, const
                                                const Shared& shared) {
   uint32_t v_count = 0;
   const LaneTensor& tensor = params.loads.value;
-  // The consumers need these values before they free the query, so that its description stays until they are loaded.
+  // The query's buffer is free once the output has left through it, for which all values are needed: its description
+  // stays until then.
   for (Ring<Q_STAGES> q;; q.advance()) {
     barrier_wait(shared.q_full(q.stage), q.phase);
     const Tile tile = warp_read_tile(shared.tiles + q.stage * sizeof(Tile));

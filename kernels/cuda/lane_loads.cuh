@@ -36,16 +36,16 @@ __device__ __forceinline__ void store_zeros(uint32_t address) {
   asm volatile("st.shared.v4.b32 [%0], {0, 0, 0, 0};" ::"r"(address) : "memory");
 }
 
-// CHUNKS chunks, up to 8, of ROWS rows into one box: each step of the warp takes 4 to 32 rows.
-template <int ROWS, int CHUNKS>
+// The first `chunks` chunks, up to LANES, of ROWS rows into one box, the rest of LANES as zeros. LANES lanes have a
+// row.
+template <int ROWS, int LANES>
 __device__ __forceinline__ void load_box_by_lanes(const uint8_t* source, uint32_t stride_row, uint32_t destination,
-                                                  int present_rows) {
-  constexpr int LANES = CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : CHUNKS;  // lanes of a row
-  constexpr int STEP = 32 / LANES;
+                                                  int chunks, int present_rows) {
+  constexpr int STEP = 32 / LANES;  // rows at a time
   const int row = threadIdx.x % 32 / LANES, chunk = threadIdx.x % LANES;
   const uint32_t address = chunk_address<ROWS>(destination, row, chunk);
   source += (uint64_t)row * stride_row + 16 * chunk;
-  const int left = chunk < CHUNKS ? present_rows - row : 0;
+  const int left = chunk < chunks ? present_rows - row : 0;
 #pragma unroll
   for (int i = 0; i < ceil_div(ROWS, STEP); ++i) {
     // Four rows further on the swizzle puts a chunk into the other half of its row.
@@ -62,12 +62,13 @@ template <int ROWS, int COLUMNS, int FIRST_BOX>
 __device__ __forceinline__ void load_rows_by_lanes(const uint8_t* source, uint32_t stride_row, uint32_t destination,
                                                    uint32_t barrier, int present_rows) {
   constexpr int BOXES = COLUMNS / BOX_COLUMNS, REST = COLUMNS % BOX_COLUMNS / 8;
+  constexpr int WIDE_BOXES = BOXES + (REST > 4);  // of eight lanes a row
 #pragma unroll 1
-  for (int box = FIRST_BOX; box < BOXES; ++box)
+  for (int box = FIRST_BOX; box < WIDE_BOXES; ++box)
     load_box_by_lanes<ROWS, 8>(source + box * BOX_ROW_BYTES, stride_row, destination + box * ROWS * BOX_ROW_BYTES,
-                               present_rows);
-  if constexpr (REST > 0)
-    load_box_by_lanes<ROWS, REST>(source + BOXES * BOX_ROW_BYTES, stride_row,
-                                  destination + BOXES * ROWS * BOX_ROW_BYTES, present_rows);
+                               box < BOXES ? 8 : REST, present_rows);
+  if constexpr (REST > 0 && REST <= 4)
+    load_box_by_lanes<ROWS, REST == 3 ? 4 : REST>(source + BOXES * BOX_ROW_BYTES, stride_row,
+                                                  destination + BOXES * ROWS * BOX_ROW_BYTES, REST, present_rows);
   barrier_arrive_after_chunks(barrier);
 }

@@ -185,6 +185,21 @@ def test_random_calls(check_cuda, first):
         check_cuda(call, grad=grad, kernels=("flash", "cudnn", "math"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 128, 256])
+def test_candidates_of_the_tuner(head_dim, is_causal):
+    """Against float64, rows beside heads and heads beside rows, every one of them bit by bit the same ten times."""
+    from benchmarks import tune_cuda_forward
+
+    wrong = {}
+    for candidate in tune_cuda_forward.candidates(head_dim, is_causal):
+        result = tune_cuda_forward.check(candidate)
+        if not result["right"]:
+            wrong[candidate.name] = result
+    assert not wrong
+
+
 # ------------------------------------------------------------------------------------------------------------ logsumexp
 
 
