@@ -51,6 +51,10 @@ static_assert(BLOCK_M % STEP_M == 0 && STEP_M % 16 == 0);
 #include "backward_mask.cuh"
 static_assert(!FIRST_STORES, "the first keys do not meet every query tile");
 #endif
+#if FLOAT_MASK
+static_assert(MASKED && !DROPOUT && !PERSISTENT && BLOCK_N == 128, "what has been thought of");
+constexpr int VALUES_BYTES = STEP_M * BLOCK_N * 2;  // of a part of a tile
+#endif
 #if DROPOUT
 static_assert(!DELTA_FIRST, "dP is dropped before delta is subtracted");
 static_assert(STEP_M == 64, "a word says which of a thread's scores stay");
@@ -62,8 +66,9 @@ constexpr int DO_BYTES = BLOCK_M * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 constexpr int DS_BYTES = BLOCK_M * BLOCK_N * 2;
-// Logsumexp in base 2 and -delta of each query, and with DROPOUT its random key.
-constexpr int STATISTICS = 2 + DROPOUT;
+// Logsumexp in base 2 and -delta of each query; with DROPOUT its random key; with FLOAT_MASK the logsumexp in two parts,
+// the first in natural units, the second in base 2.
+constexpr int STATISTICS = 2 + DROPOUT + 2 * FLOAT_MASK;
 constexpr int STATISTICS_BYTES = STATISTICS * BLOCK_M * 4;
 
 // How the warpgroups share a tile of grad_query: 64 rows each where there are so many, else whole boxes of columns.
@@ -86,6 +91,9 @@ struct Piece {
 // What a block does: one tile of keys, and the query tiles from the last down to the first that sees any of them.
 struct Work {
   int k_tile, kv_head, batch, first_q_tile;
+#if MASKED
+  int index;  // which all others follow from
+#endif
   __device__ __forceinline__ int tiles(const BackwardParams& params) const {
     return max(params.q_tiles - first_q_tile, 0);
   }
@@ -110,6 +118,9 @@ __device__ __forceinline__ Work work_at(int index, const BackwardParams& params)
   work.batch = head / params.num_kv_heads;
   work.kv_head = head % params.num_kv_heads;
   work.first_q_tile = IS_CAUSAL ? work.k_tile * BLOCK_N / BLOCK_M : 0;
+#if MASKED
+  work.index = index;
+#endif
   return work;
 }
 
@@ -137,6 +148,15 @@ __device__ __forceinline__ int list_number(const Work& work, int head, const Bac
 __device__ __forceinline__ const int* query_list(const Work& work, int head, const BackwardParams& params) {
   return params.mask.lists + (int64_t)list_number(work, head, params) * (2 + params.q_tiles);
 }
+// By its number among those of all lists, which has 32 bits where an address has 64.
+__device__ __forceinline__ int read_entry(const BackwardParams& params, int number) {
+  int entry;
+  asm volatile(
+      "{\n.reg .b64 address;\nmad.wide.s32 address, %1, 4, %2;\nld.global.nc.b32 %0, [address];\n}"
+      : "=r"(entry)
+      : "r"(number), "l"(params.mask.lists));
+  return entry;
+}
 #endif
 
 // Calls `visit(query head, query tile, the tile's number in the workspace, its entry in a mask's list or 0)` for all
@@ -144,20 +164,29 @@ __device__ __forceinline__ const int* query_list(const Work& work, int head, con
 template <class Visit>
 __device__ __forceinline__ void for_each_tile(const Work& work, const BackwardParams& params, const Visit& visit) {
   const int group = params.num_heads / params.num_kv_heads;
+#if MASKED
+#pragma unroll 1
+  for (int of_group = 0; of_group < group; ++of_group) {
+    // Computed again for each head, for want of registers to keep it in.
+    int index;
+    asm volatile("mov.b32 %0, %1;" : "=r"(index) : "r"(work.index));
+    const Work here = work_at(index, params);
+    const int head = here.kv_head * group + of_group;
+    const int first = (here.batch * params.num_heads + head) * params.q_tiles;
+    const int list = list_number(here, head, params) * (2 + params.q_tiles);
+#pragma unroll 1
+    for (int entry, at = list + 1; (entry = read_entry(params, at)) != LIST_END; ++at)
+      visit(head, entry_tile(entry), first + entry_tile(entry), entry);
+  }
+#else
 #pragma unroll 1
   for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
     const int first = (work.batch * params.num_heads + head) * params.q_tiles;
-#if MASKED
-    const int* list = query_list(work, head, params) + 1;
-#pragma unroll 1
-    for (int entry; (entry = *list) != LIST_END; ++list)
-      visit(head, entry_tile(entry), first + entry_tile(entry), entry);
-#else
 #pragma unroll 1
     for (int number = first + params.q_tiles - 1; number >= first + work.first_q_tile; --number)
       visit(head, number - first, number, 0);
-#endif
   }
+#endif
 }
 
 // How many tiles a block works on, those of all query heads of the group together.
@@ -175,13 +204,13 @@ __device__ __forceinline__ int count_tiles(const Work& work, const BackwardParam
 }
 
 #if MASKED
-// The loading thread: whether a query tile is mixed, and its bits if it is, on their way to the consumers beside the
+// The loading thread: of which kind a query tile is, and its bits if it has some, on their way to the consumers beside the
 // queries of the same stage, before which it must be called.
 template <class Shared>
 __device__ __forceinline__ void load_mask(const Work& work, int head, int entry, int stage,
                                           const BackwardParams& params, const Shared& shared) {
-  write_word(shared.mixed(stage), entry_mixed(entry));
-  if (entry_mixed(entry)) {
+  write_word(shared.kind(stage), entry_kind(entry));
+  if (entry_kind(entry) == BITS) {
     const int tile = params.mask.q_tiles == 1 ? 0 : entry_tile(entry);
     const int64_t number = (int64_t)list_number(work, head, params) * params.mask.q_tiles + tile;
     load_bytes<MASK_BYTES>(params.mask.bits + number * MASK_WORDS, shared.mask_bits + stage * MASK_BYTES,
@@ -228,14 +257,66 @@ __device__ __forceinline__ uint32_t kept_scores(uint32_t rows, const uint2& of_k
 }
 #endif
 
+#if FLOAT_MASK
+// The loading thread: the numbers of a tile's parts, one after the other into one place. By `mask_map`, whose
+// dimensions are those that the mask has of its own.
+template <class Shared>
+__device__ __forceinline__ void load_values(const TensorMap& mask_map, const Work& work, int head, int tile,
+                                            const BackwardParams& params, const Shared& shared, uint32_t& phase) {
+  const int mask_head = params.mask.plane_stride_head ? head : 0;
+  const int mask_batch = params.mask.plane_stride_batch ? work.batch : 0;
+#pragma unroll 1
+  for (int part = 0; part < PARTS; ++part) {
+    barrier_wait(shared.values_empty(), phase ^ 1);
+    phase ^= 1;
+    barrier_arrive_expect(shared.values_full(), VALUES_BYTES);
+#pragma unroll
+    for (int box = 0; box < BLOCK_N / BOX_COLUMNS; ++box)
+      load_box(mask_map, shared.values + box * STEP_M * BOX_ROW_BYTES, shared.values_full(),
+               work.k_tile * BLOCK_N + box * BOX_COLUMNS, tile * BLOCK_M + part * STEP_M, mask_head, mask_batch);
+  }
+}
+
+// Scores become exponents of 2, with the mask's numbers added in natural units, in the forward's order: a score that a
+// large number absorbed there is absorbed here. -infinity hides a score whatever it is. `first_key`: of the warp's 16
+// keys within the tile. `statistics`: of the part's and this thread's queries.
+__device__ __forceinline__ void add_values(float (&scores)[STEP_M / 2], uint32_t values, int first_key,
+                                           uint32_t statistics, float softmax_scale) {
+  const int lane = threadIdx.x % 32;
+  // As in write_grad_scores.
+  const uint32_t address = chunk_address<STEP_M>(values, lane / 16 * 8 + lane % 8, first_key / 8 + lane / 8 % 2);
+#pragma unroll
+  for (int i = 0; i < STEP_M / 16; ++i) {
+    uint32_t pairs[4];
+    load_matrices_transposed(pairs, address + i * 16 * BOX_ROW_BYTES);
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      const uint32_t of_group = statistics + 32 * (2 * i + group);
+      const float2 high = read_pair(of_group + 2 * BLOCK_M * 4), low = read_pair(of_group + 3 * BLOCK_M * 4);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 added = unpack(pairs[2 * group + half]);
+        const int at = 4 * (2 * i + group) + 2 * half;
+        const float first = fmaf(scores[at], softmax_scale, added.x);
+        const float second = fmaf(scores[at + 1], softmax_scale, added.y);
+        scores[at] = added.x == -INFINITY_F ? -INFINITY_F : fmaf(first - high.x, 1.4426950408889634f, -low.x);
+        scores[at + 1] = added.y == -INFINITY_F ? -INFINITY_F : fmaf(second - high.y, 1.4426950408889634f, -low.y);
+      }
+    }
+  }
+}
+#endif
+
 // The loading warp. Shared: where the kernel keeps its tiles and barriers.
 template <class Shared>
 __device__ __forceinline__ void produce(const TensorMap& query_map, const TensorMap& key_map,
                                         const TensorMap& value_map, const TensorMap& grad_out_map, const Work& work,
-                                        const BackwardParams& params, const Shared& shared) {
+                                        const BackwardParams& params, const Shared& shared,
+                                        [[maybe_unused]] const TensorMap* mask_map = nullptr) {
   Ring<Q_STAGES> q;
   Ring<DO_STAGES> d;
   bool first = true;
+  [[maybe_unused]] uint32_t values_phase = 0;
   for_each_tile(work, params, [&](int head, int tile, int number, [[maybe_unused]] int entry) {
     // In the order in which the consumers need them.
     if (first)
@@ -261,6 +342,9 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
     load_rows<BLOCK_M, HEAD_DIM_V>(grad_out_map, shared.grad_out + d.stage * DO_BYTES, shared.do_full(d.stage),
                                    tile * BLOCK_M, head, work.batch);
     d.advance();
+#if FLOAT_MASK
+    if (entry_kind(entry) == VALUES) load_values(*mask_map, work, head, tile, params, shared, values_phase);
+#endif
   });
 }
 
@@ -424,9 +508,21 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
     delta = quad_sum(delta);
     if (lane == 0) {
       // Rows past the end, and those that see no key, have probability zero everywhere.
+#if FLOAT_MASK
+      const bool inside = this_row < params.seqlen_q;
+      const int64_t plane = (int64_t)params.batch * params.num_heads * params.logsumexp_pitch;
+      float natural = inside ? logsumexp[this_row] : INFINITY_F;
+      if (natural == -INFINITY_F) natural = INFINITY_F;
+      const float low = inside && natural != INFINITY_F ? logsumexp[plane + this_row] * 1.4426950408889634f : 0.0f;
+      // The lowest number is -infinity in base 2; no score is seen then but those that numbers are added to.
+      statistics[row] = fmaxf(fmaf(natural, 1.4426950408889634f, low), -3e38f);
+      statistics[2 * BLOCK_M + row] = natural;
+      statistics[3 * BLOCK_M + row] = low;
+#else
       float high = this_row < params.seqlen_q ? logsumexp[this_row] * 1.4426950408889634f : INFINITY_F;
       if (MASKED && high == -INFINITY_F) high = INFINITY_F;
       statistics[row] = high;
+#endif
 #if DROPOUT
       // Of dP without the scale of what stays, by which dS is multiplied at last.
       delta *= params.kept;

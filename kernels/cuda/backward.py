@@ -98,7 +98,7 @@ class BackwardParams(ctypes.Structure):
 class Specialisation(NamedTuple):
     """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
 
-    is_masked: there is a bool mask. The binary then holds the kernels that read it too, and with has_dropout the one
+    is_masked: there is a mask, of floats where is_float_mask. The binary then holds the kernels that read it too, and with has_dropout the one
     that writes random keys.
     """
 
@@ -110,6 +110,7 @@ class Specialisation(NamedTuple):
     tile: BackwardTile
     is_masked: bool = False
     has_dropout: bool = False
+    is_float_mask: bool = False
 
     @property
     def defines(self) -> dict[str, int]:
@@ -131,6 +132,7 @@ class Specialisation(NamedTuple):
             "FIRST_STORES": int(tile.first_stores),
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
+            "FLOAT_MASK": int(self.is_float_mask),
             "DROPOUT": int(self.has_dropout),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),
@@ -144,6 +146,8 @@ class Specialisation(NamedTuple):
         queries = tile.block_m * (tile.q_stages * (padded * 2 + 8) + tile.do_stages * padded_v * 2)
         if self.is_masked:
             queries += tile.q_stages * tile.block_m * tile.block_n // 8
+        if self.is_float_mask:
+            queries += tile.q_stages * tile.block_m * 8 + tile.step_m * tile.block_n * 2
         if self.has_dropout:
             queries += tile.q_stages * tile.block_m * 4 + tile.block_n * 8
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
@@ -210,6 +214,7 @@ def specialise(
     query_rows: int,
     is_masked: bool = False,
     has_dropout: bool = False,
+    is_float_mask: bool = False,
 ) -> Specialisation:
     """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256.
 
@@ -223,8 +228,13 @@ def specialise(
     if has_dropout:
         # dP is dropped before delta is subtracted; persistent blocks have no registers for what stays.
         tile = dataclasses.replace(tile, delta_first=False, persistent=False)
+    if is_float_mask:
+        # The mask's numbers take the place of a query tile.
+        tile = dataclasses.replace(tile, q_stages=2, persistent=False)
     is_bf16 = dtype == torch.bfloat16
-    return Specialisation(padded, padded_v, is_causal, is_bf16, deterministic, tile, is_masked, has_dropout)
+    return Specialisation(
+        padded, padded_v, is_causal, is_bf16, deterministic, tile, is_masked, has_dropout, is_float_mask
+    )
 
 
 def _round_up(number: int, step: int) -> int:

@@ -136,6 +136,13 @@ __device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t address
                : "r"(address)
                : "memory");
 }
+// The same, each matrix transposed.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
 __device__ __forceinline__ void load_matrices(uint32_t (&x)[2], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(x[0]), "=r"(x[1])
