@@ -110,7 +110,6 @@ class Specialisation(NamedTuple):
             "BIAS_PER_KEY": int(self.bias_per_key),
             "BIAS_STAGES": tile.mask_stages,
             "DROPOUT": int(self.has_dropout),
-            "EARLY": int(tile.early),
             "IS_BF16": int(self.is_bf16),
             "WRITE_LSE": int(self.write_lse),
         }
