@@ -65,7 +65,7 @@ def work() -> list[Shape]:
 def candidates(shape: Shape) -> list[BiasTile]:
     """The table's tile, and others."""
     tile = tiles.choose_bias(shape.head_dim, shape.head_dim, shape.bias_dtype.itemsize)
-    changes: list[dict[str, Any]] = [{}, {"turns": True}, {"exponentials_first": False}]
+    changes: list[dict[str, Any]] = [{}]
     if shape.head_dim == 128:
         changes.append({"stages": 2})
         if shape.bias_dtype == torch.bfloat16:
@@ -74,10 +74,8 @@ def candidates(shape: Shape) -> list[BiasTile]:
 
 
 def name_of(tile: BiasTile) -> str:
-    """Short: 128x128 s3 turns."""
-    words = [f"{tile.block_m}x{tile.block_n} s{tile.stages}"]
-    words += ["turns"] if tile.turns else []
-    return " ".join(words if tile.exponentials_first else [*words, "unordered"])
+    """Short: 128x128 s3."""
+    return f"{tile.block_m}x{tile.block_n} s{tile.stages}"
 
 
 class Tensors:

@@ -1,5 +1,5 @@
-"""Measure ways to run the Hopper decoding kernel on this GPU, for ``kernels/cuda/decode_tiles.py``: which tile, how
-many blocks in a cluster, how many clusters for the keys of a batch's key head.
+"""Measure ways to run the Hopper decoding kernel on this GPU, for ``kernels/cuda/decode_tiles.py``: how many blocks in
+a cluster, and which calls gain by it.
 
     python -m benchmarks.tune_cuda_decode --out benchmarks/results/tune_cuda_decode.json [--only D128] [--budget 40]
 
@@ -28,16 +28,9 @@ from benchmarks.tune_decode import Recorded, sets_of
 from torch_flashbackend import driver, selection
 from torch_flashbackend.kernels.cuda import decode_tiles
 from torch_flashbackend.kernels.cuda.decode import Chosen, DecodePlan, DecodeSpecialisation, specialise
-from torch_flashbackend.kernels.cuda.decode_tiles import DecodeTile
 
 LARGEST_CALL = 5 * 2**30
 TOLERANCE = 2e-2
-# Beside decode_tiles.variants, of up to 16 rows: smaller and larger tiles, and another number of blocks.
-MORE_TILES = {
-    64: (DecodeTile(1, 4, 64, 6, 6, 2), DecodeTile(1, 4, 64, 3, 3, 3), DecodeTile(1, 8, 128, 6, 6, 1)),
-    128: (DecodeTile(1, 2, 32, 6, 6, 2), DecodeTile(1, 8, 128, 3, 3, 1)),
-    256: (DecodeTile(1, 2, 32, 6, 6, 1), DecodeTile(1, 1, 16, 6, 6, 2)),
-}
 
 
 def chosen_cases(only: str) -> list[cases.Case]:
@@ -58,38 +51,22 @@ def chosen_cases(only: str) -> list[cases.Case]:
 
 
 def rule(case: cases.Case) -> Chosen:
-    """What the rules choose on an H200."""
+    """What the rules choose."""
     rows, units = case.heads // case.kv_heads * case.seqlen_q, case.batch * case.kv_heads
-    return specialise(
-        case.head_dim, case.head_dim, torch.bfloat16, units=units, rows=rows, seqlen_k=case.seqlen_k, num_sms=132
-    )
+    return specialise(case.head_dim, case.head_dim, torch.bfloat16, units=units, rows=rows, seqlen_k=case.seqlen_k)
 
 
 def variants_of(case: cases.Case) -> list[Chosen]:
-    """From half as many blocks as multiprocessors to twice as many; clusters alone, and several that share keys."""
-    rows, units = case.heads // case.kv_heads * case.seqlen_q, case.batch * case.kv_heads
-    tiles = list(decode_tiles.variants(case.head_dim, case.head_dim, rows))
-    if rows <= 16:
-        tiles += MORE_TILES[case.head_dim]
-    found = [rule(case)]
-    for number, tile in enumerate(tiles):
-        key_tiles = -(-case.seqlen_k // tile.block_n)
-        for splits in decode_tiles.SPLITS:
-            for groups in decode_tiles.GROUPS if number < 2 else (1, 4):
-                blocks = units * splits * groups
-                usual = 48 <= blocks <= 300 or (splits == groups == 1 and blocks > 300)
-                few = groups == 1 and splits in (8, 16) and blocks < 48
-                if splits * groups <= key_tiles and (usual or few) and not (groups > 1 and units > 66):
-                    spec = DecodeSpecialisation(case.head_dim, case.head_dim, True, tile)
-                    found.append(Chosen(spec, splits, groups))
-    return list(dict.fromkeys(found))
+    """The rules' choice and all other numbers of splits."""
+    chosen = rule(case)
+    key_tiles = -(-case.seqlen_k // chosen.specialisation.tile.block_n)
+    return [chosen._replace(splits=splits) for splits in decode_tiles.SPLITS if splits <= key_tiles]
 
 
 def name_of(variant: Chosen) -> str:
-    """Short: 64 keys by 4 warps, 3 + 3 stages, 2 blocks a multiprocessor; clusters of 16, 1 for each key head."""
+    """Short: 64 keys by 4 warps, 3 + 3 stages, 2 blocks a multiprocessor; clusters of 8."""
     tile = variant.specialisation.tile
-    return (f"{tile.row_tiles}m {tile.block_n}x{tile.key_warps} s{tile.k_stages} b{tile.blocks} "
-            f"C{variant.splits} G{variant.groups}")  # fmt: skip
+    return f"{tile.row_tiles}m {tile.block_n}x{tile.key_warps} s{tile.k_stages} b{tile.blocks} C{variant.splits}"
 
 
 def compiled(spec: DecodeSpecialisation) -> str | None:
@@ -109,7 +86,6 @@ def measure(case: cases.Case, variants: list[Chosen], buffer: torch.Tensor, roun
     sets = sets_of(case, buffer)
     grouped = case.kv_heads != case.heads
     out = torch.empty_like(sets[0][0])
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     pool = torch.cuda.graph_pool_handle()
     sdpa = [lambda s=s: F.scaled_dot_product_attention(*s, enable_gqa=grouped) for s in sets]
     with contenders.stock(None)():
@@ -120,7 +96,7 @@ def measure(case: cases.Case, variants: list[Chosen], buffer: torch.Tensor, roun
     for variant in variants:
         name = name_of(variant)
         try:
-            plan = DecodePlan(*sets[0], out, case.head_dim**-0.5, num_sms, variant)
+            plan = DecodePlan(*sets[0], out, case.head_dim**-0.5, variant)
             if plan.chosen != variant:
                 failed[name] = "no room for such a cluster"
                 continue
@@ -137,7 +113,7 @@ def measure(case: cases.Case, variants: list[Chosen], buffer: torch.Tensor, roun
             continue
         recorded[name] = item
         facts[name] = dataclasses.asdict(variant.specialisation.tile) | {
-            "splits": variant.splits, "groups": variant.groups,
+            "splits": variant.splits,
             "active": driver.max_active_clusters(plan._function, plan._config),
         }  # fmt: skip
     times = decode.replay_times(recorded, buffer.device, rounds)

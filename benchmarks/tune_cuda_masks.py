@@ -55,7 +55,6 @@ def candidates(case: cases.Case) -> list[Tile]:
             found += [Tile(128, 64, 5, 2), Tile(128, 128, 2, 2)]
     elif kind == "float":
         found = [tiles.choose_biased(head_dim, head_dim, 2, is_per_key(case))]
-        found += [dataclasses.replace(found[0], early=True)]
         found += [dataclasses.replace(found[0], ping_pong=not found[0].ping_pong)]
         if head_dim <= 64:
             found += [Tile(128, 128, 3, 2, mask_stages=2), Tile(128, 128, 3, 2, ping_pong=False, mask_stages=2)]
@@ -64,10 +63,9 @@ def candidates(case: cases.Case) -> list[Tile]:
             found += [Tile(128, 128, 2, 2, ping_pong=turns, mask_stages=1) for turns in (False, True)]
     else:
         found = [tiles.choose_dropout(head_dim, head_dim)]
-        found += [dataclasses.replace(found[0], early=True)]
         found += [dataclasses.replace(tile, ping_pong=not tile.ping_pong) for tile in found]
         if head_dim <= 64:
-            found += [Tile(128, 64, 6, 2), Tile(128, 64, 6, 2, early=True)]
+            found += [Tile(128, 64, 6, 2)]
     return list(dict.fromkeys(found))
 
 
@@ -78,7 +76,7 @@ def is_per_key(case: cases.Case) -> bool:
 def name_of(tile: Tile) -> str:
     """Short: 128x64 s5 q2 turns."""
     name = f"{tile.block_m}x{tile.block_n} s{tile.stages} q{tile.q_stages}" + (" turns" if tile.ping_pong else "")
-    return name + (f" m{tile.mask_stages}" if tile.mask_stages > 1 else "") + (" early" if tile.early else "")
+    return name + (f" m{tile.mask_stages}" if tile.mask_stages > 1 else "")
 
 
 def work(kinds: Sequence[str]) -> list[cases.Case]:

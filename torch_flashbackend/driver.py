@@ -27,7 +27,6 @@ __all__ = [
     "Frame",
     "LaunchConfig",
     "TensorMaps",
-    "allow_large_clusters",
     "bind_context",
     "cluster_attributes",
     "counters",
@@ -39,7 +38,6 @@ __all__ = [
 ]
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 _CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _CAPTURE_MODE_RELAXED = 2
@@ -346,12 +344,6 @@ def cluster_attributes(size: int) -> Any:
     attributes[0].value[0:3] = [size, 1, 1]
     attributes[1].id, attributes[1].value[0] = _PROGRAMMATIC_STREAM_SERIALIZATION, 1
     return attributes
-
-
-def allow_large_clusters(function: Any) -> None:
-    """Let a kernel (c_void_p of a CUfunction) be launched in clusters of more than 8 blocks. Raises DriverError."""
-    code = _library().cuFuncSetAttribute(function, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-    _check("clusters of 16 blocks", code)
 
 
 def max_active_clusters(function: Any, config: LaunchConfig) -> int:

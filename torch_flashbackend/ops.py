@@ -200,7 +200,7 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
         if fits and not hopper.suits(grad_out):
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         if fits and hopper.suits(query, key, value, out):
-            if not both:
+            if grad_key is None or grad_value is None:
                 grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
             for first in range(0, query.size(0), at_a_time):
                 part = slice(None) if at_a_time == query.size(0) else slice(first, first + at_a_time)

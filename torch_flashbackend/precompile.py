@@ -154,17 +154,17 @@ def _specialisations(problem: Problem) -> Iterable[Any]:
     measured = policy.policy_for(problem)
     sm_count = problem.sm_count or (measured.sm_count if measured else None) or USUAL_SM_COUNT
     group = problem.num_heads // problem.num_kv_heads
-    if decode.takes(problem.query_shape[0], problem.num_kv_heads, problem.seqlen_q, group, problem.is_causal):
+    batch = problem.query_shape[0]
+    if decode.takes(batch, problem.num_kv_heads, problem.seqlen_q, problem.seqlen_k, group, problem.is_causal):
         yield decode.specialise(
             problem.head_dim, problem.head_dim_v, problem.query_dtype,
-            units=problem.query_shape[0] * problem.num_kv_heads, rows=problem.seqlen_q * group,
-            seqlen_k=problem.seqlen_k, num_sms=sm_count,
-        )[0]  # fmt: skip
+            units=batch * problem.num_kv_heads, rows=problem.seqlen_q * group, seqlen_k=problem.seqlen_k,
+        ).specialisation  # fmt: skip
     else:
         yield forward.specialise(
             problem.head_dim, problem.head_dim_v, problem.query_dtype, problem.is_causal, problem.requires_grad,
             seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
-            batch_heads=problem.query_shape[0] * problem.num_heads, num_sms=sm_count,
+            batch_heads=batch * problem.num_heads, num_sms=sm_count,
         )  # fmt: skip
     if problem.requires_grad:
         deterministic = torch.are_deterministic_algorithms_enabled()

@@ -52,8 +52,6 @@ constexpr int BIAS_BYTES = BIAS_BOXES * 64 * BOX_ROW_BYTES;  // a warpgroup's
 // The last box is written whole, so it may not reach into the next tile.
 static_assert(BIAS_COLUMNS % BOX_COLUMNS == 0);
 
-constexpr int FIRST_TURN = 1;  // named barriers
-
 struct Shared {
   uint32_t stages, bias, barriers;
   __device__ explicit Shared(uint32_t base)
@@ -272,8 +270,6 @@ __device__ __forceinline__ void consume(const BiasParams& params, const Shared& 
   const auto release = [&](uint32_t barrier) {
     if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
   };
-  // The first turn is the other's. Every warpgroup has as many items.
-  if (TURNS && warpgroup == 1) named_arrive(FIRST_TURN, 128 * CONSUMERS);
 #pragma unroll 1
   for (;;) {
     barrier_wait(shared.bias_full(warpgroup), bias_phase);
@@ -299,7 +295,6 @@ __device__ __forceinline__ void consume(const BiasParams& params, const Shared& 
       release(shared.empty(first));
       statistics.arrive();
 
-      if (TURNS) named_sync(FIRST_TURN + warpgroup, 128 * CONSUMERS);
       uint32_t all = 0;
 #pragma unroll
       for (int group = 0; group < BLOCK_N / 16; ++group) {
@@ -314,10 +309,7 @@ __device__ __forceinline__ void consume(const BiasParams& params, const Shared& 
           all |= __float_as_uint(scores[i]);
         }
       }
-      // Nobody waits for the turn that would follow the last one.
-      if (TURNS && (warpgroup == 0 || left > 1 || !read_word(description.is_last())))
-        named_arrive_after(FIRST_TURN + 1 - warpgroup, 128 * CONSUMERS, all);
-      if (EXPONENTIALS_FIRST) wgmma_wait_after<0>(all);
+      wgmma_wait_after<0>(all);
       wgmma_wait<0>();
       release(shared.empty(ring.stage));
       ring.advance();

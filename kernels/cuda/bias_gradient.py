@@ -75,8 +75,6 @@ class Specialisation(NamedTuple):
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "STAGES": tile.stages,
-            "TURNS": int(tile.turns),
-            "EXPONENTIALS_FIRST": int(tile.exponentials_first),
             "IS_BF16": int(self.is_bf16),
             "BIAS_F32": int(self.bias_is_float32),
             "HAS_LOW": int(self.has_low),

@@ -11,16 +11,11 @@ __device__ __forceinline__ void cluster_arrive() {
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// This block's number in its cluster, and its cluster's along the grid's x.
+// This block's number in its cluster.
 __device__ __forceinline__ int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
-}
-__device__ __forceinline__ int cluster_x() {
-  int x;
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(x));
-  return x;
 }
 
 // The address, in the cluster's window, of what lies at `address` in this block's shared memory in block `rank`'s.

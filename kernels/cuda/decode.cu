@@ -9,9 +9,6 @@
 //   the block's warps:   their results, weighted, into one: each of these numbers is sent to the block that owns it
 //   each block:          adds up what it owns when all of it has arrived, divides by the row's sum and writes it
 //
-// Where few key heads have many keys, several clusters (groups) share them: each block leaves what it owns in a
-// workspace and counts; the last one that owns it adds up the results of all clusters.
-//
 // So nothing but queries, keys, values and outputs touches memory, each once, and the order of all sums is fixed. Dao
 // et al., "Flash-Decoding" (2023); rows that share keys share a tile as in Ainslie et al., "GQA" (2023).
 //
@@ -32,16 +29,13 @@ struct DecodeParams {
   const uint8_t* query;  // [batch, heads, seqlen_q, head_dim], last stride 1, other strides multiples of 8
   uint8_t* out;          // [batch, heads, seqlen_q, head_dim_v], likewise
   float* logsumexp;      // [batch, heads, seqlen_q] contiguous, or null
-  float* workspace;      // if groups > 1: [units][splits][groups] partial results, in multiples of 16 bytes
-  int* counters;         // likewise: [units][splits], zero between launches, of nobody else's while this one runs
   int64_t query_stride_batch, query_stride_head, query_stride_row;
   int64_t out_stride_batch, out_stride_head, out_stride_row;
   int num_kv_heads, group_size, seqlen_q, seqlen_k;
   int head_dim, head_dim_v;  // the tensors' own, of which HEAD_DIM and HEAD_DIM_V are the next multiples of 16
-  int splits, groups;        // blocks of a cluster; clusters that share the keys of a unit, a batch's key head
-  int tiles_each, more;      // key tiles of each block of a unit, and how many, the first ones, have one more
+  int splits;                // blocks of a cluster, which share the keys of a batch's key head
+  int tiles_each, more;      // key tiles of each block, and how many, the first ones, have one more
   float softmax_scale_log2;  // positive
-  int unused;
 };
 
 constexpr int ROWS = 16 * ROW_TILES;
@@ -49,7 +43,7 @@ constexpr int CONSUMERS = ROW_TILES * KEY_WARPS;
 constexpr int CONSUMER_THREADS = 32 * CONSUMERS;
 constexpr int THREADS = CONSUMER_THREADS + 64;
 constexpr int KEYS = BLOCK_N / KEY_WARPS;  // of a warp in a tile
-constexpr int MOST_SPLITS = 16, MOST_GROUPS = 16;
+constexpr int MOST_SPLITS = 8;
 constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 constexpr int BOX_BYTES = BLOCK_N * BOX_ROW_BYTES;
@@ -103,15 +97,6 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint3
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(address)
                : "memory");
-}
-// Adds one. All that the block's threads wrote before a barrier that this thread has passed is then visible to whoever
-// finds it added, and all that others wrote before they added to this thread's block.
-__device__ __forceinline__ int add_acquire_release(int* counter) {
-  int before;
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  return before;
 }
 // Where the 16 bytes number `chunk` of row `row` of a tile lie.
 __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int row, int chunk) {
@@ -352,47 +337,19 @@ __device__ __forceinline__ void consume(const Rows& rows, const Shared& shared, 
   named_sync(NAMED_BARRIER, CONSUMER_THREADS);
 }
 
-// What a block owns of its rows' outputs, in pieces of four numbers, after its cluster's blocks have merged theirs; and
-// the same of the other clusters with keys of these rows, if there are any, in the workspace.
+// What a block owns of its rows' outputs, in pieces of four numbers.
 struct Share {
   const Rows& rows;
-  int rank, group;
-  int items, size, first;  // of all blocks of a cluster; of each; of this one: the first
-  float4* parts;           // [groups][size]
-  float2* statistics;      // [groups][ROWS]
-  int* counter;
+  int rank;
+  int items, size, first;  // of all blocks of the cluster; of each; of this one: the first
 
-  __device__ Share(const Rows& rows, int unit, int rank, int group)
+  __device__ Share(const Rows& rows, int rank)
       : rows(rows),
         rank(rank),
-        group(group),
         items(rows.count() * FOURS),
         size(ceil_div(items, rows.params.splits)),
-        first(rank * size) {
-    const DecodeParams& params = rows.params;
-    const int64_t index = (int64_t)unit * params.splits + rank;
-    float* place = params.workspace + index * params.groups * (4 * size + 2 * ROWS);
-    parts = (float4*)place;
-    statistics = (float2*)(place + params.groups * 4 * size);
-    counter = params.counters + index;
-  }
+        first(rank * size) {}
   __device__ int count() const { return min(size, items - first); }
-  __device__ int row(int i) const { return (first + i) / FOURS; }
-  __device__ int column(int i) const { return (first + i) % FOURS * 4; }
-
-  // Piece i with its row's statistics, and a row's statistics alone: to the outputs, or to the workspace.
-  __device__ void put(int i, const float4& total, const float2& of_row) const {
-    if (rows.params.groups == 1)
-      rows.write(row(i), column(i), total, of_row.y);
-    else
-      parts[group * size + i] = total;
-  }
-  __device__ void put_statistics(int row, const float2& of_row) const {
-    if (rows.params.groups > 1)
-      statistics[group * ROWS + row] = of_row;
-    else if (rank == 0 && rows.params.logsumexp)
-      rows.write_logsumexp(row, of_row);
-  }
 };
 
 // Adds up the results of the block's warps, and sends each block of the cluster its share.
@@ -411,7 +368,7 @@ __device__ __forceinline__ void merge_warps(const Share& share, const Shared& sh
     };
     const float4 total = add_up(weights, part, KEY_WARPS);
     if (splits == 1) {
-      share.put(item, total, of_row);
+      rows.write(row, column, total, of_row.y);
     } else {
       const int owner = item / share.size, index = share.rank * share.size + item - owner * share.size;
       send_four(map_to_rank(shared.received + index * 16, owner), map_to_rank(shared.all_received(), owner), total);
@@ -422,7 +379,7 @@ __device__ __forceinline__ void merge_warps(const Share& share, const Shared& sh
     float weights[KEY_WARPS];
     const float2 of_row = combine(weights, of_warps(row), KEY_WARPS);
     if (splits == 1)
-      share.put_statistics(row, of_row);
+      rows.write_logsumexp(row, of_row);
     else
       send_two(map_to_rank(shared.received_statistics + (share.rank * ROWS + row) * 8, peer),
                map_to_rank(shared.all_received(), peer), of_row);
@@ -431,46 +388,22 @@ __device__ __forceinline__ void merge_warps(const Share& share, const Shared& sh
 
 // Adds up the share of this block that all blocks of the cluster have sent.
 __device__ __forceinline__ void merge_blocks(const Share& share, const Shared& shared) {
-  const int splits = share.rows.params.splits;
+  const Rows& rows = share.rows;
+  const int splits = rows.params.splits;
   wait_for_others(shared.all_received());
   const auto of_blocks = [&](int row) {
     return [&shared, row](int i) { return read_two(shared.received_statistics + (i * ROWS + row) * 8); };
   };
   float weights[MOST_SPLITS];
   for (int i = threadIdx.x; i < share.count(); i += CONSUMER_THREADS) {
-    const float2 of_row = combine(weights, of_blocks(share.row(i)), splits);
+    const int row = (share.first + i) / FOURS, column = (share.first + i) % FOURS * 4;
+    const float2 of_row = combine(weights, of_blocks(row), splits);
     const auto part = [&](int j) { return read_four(shared.received + (j * share.size + i) * 16); };
-    share.put(i, add_up(weights, part, splits), of_row);
+    rows.write(row, column, add_up(weights, part, splits), of_row.y);
   }
-  if (share.rank > 0 && share.rows.params.groups == 1) return;
-  for (int row = threadIdx.x; row < share.rows.count(); row += CONSUMER_THREADS)
-    share.put_statistics(row, combine(weights, of_blocks(row), splits));
-}
-
-// The last of the blocks with the same share, one in each cluster, adds up what all have left in the workspace.
-__device__ __forceinline__ void merge_groups(const Share& share, const Shared& shared) {
-  const Rows& rows = share.rows;
-  const int groups = rows.params.groups;
-  named_sync(NAMED_BARRIER, CONSUMER_THREADS);
-  if (threadIdx.x == 0) {
-    const int before = add_acquire_release(share.counter);
-    if (before == groups - 1) *share.counter = 0;  // as it was found
-    write_word(shared.warp_statistics, before);
-  }
-  named_sync(NAMED_BARRIER, CONSUMER_THREADS);
-  if (read_word(shared.warp_statistics) != groups - 1) return;
-  const auto of_groups = [&](int row) {
-    return [&share, row](int i) { return __ldcg(share.statistics + i * ROWS + row); };
-  };
-  float weights[MOST_GROUPS];
-  for (int i = threadIdx.x; i < share.count(); i += CONSUMER_THREADS) {
-    const float2 of_row = combine(weights, of_groups(share.row(i)), groups);
-    const auto part = [&](int j) { return __ldcg(share.parts + j * share.size + i); };
-    rows.write(share.row(i), share.column(i), add_up(weights, part, groups), of_row.y);
-  }
-  if (rows.params.logsumexp && share.rank == 0)
-    for (int row = threadIdx.x; row < rows.count(); row += CONSUMER_THREADS)
-      rows.write_logsumexp(row, combine(weights, of_groups(row), groups));
+  if (share.rank > 0 || !rows.params.logsumexp) return;
+  for (int row = threadIdx.x; row < rows.count(); row += CONSUMER_THREADS)
+    rows.write_logsumexp(row, combine(weights, of_blocks(row), splits));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(
@@ -480,13 +413,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
   if (shared.key % 1024) __trap();
-  // The grid: (groups, each a cluster of splits; key heads; batches).
-  const int splits = params.splits, groups = params.groups;
-  const int rank = cluster_rank(), group = cluster_x();
+  // The grid: (one cluster of splits; key heads; batches).
+  const int splits = params.splits, rank = cluster_rank();
   const Rows rows{params, (int)blockIdx.z, (int)blockIdx.y};
-  const int part = group * splits + rank;
-  const int first = part * params.tiles_each + min(part, params.more);
-  const int last = first + params.tiles_each + (part < params.more);
+  const int first = rank * params.tiles_each + min(rank, params.more);
+  const int last = first + params.tiles_each + (rank < params.more);
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
   if (threadIdx.x == CONSUMER_THREADS) {
@@ -524,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(
     consume(rows, shared, Part(warp), first, last);
   }
   __syncwarp();
-  const Share share(rows, rows.batch * params.num_kv_heads + rows.kv_head, rank, group);
+  const Share share(rows, rank);
   if (splits > 1) {
     if (threadIdx.x == 0)
       barrier_arrive_expect(shared.all_received(), splits * (max(share.count(), 0) * 16 + rows.count() * 8));
@@ -534,5 +465,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(
   if (warp >= CONSUMERS) return;
   merge_warps(share, shared);
   if (splits > 1) merge_blocks(share, shared);
-  if (groups > 1) merge_groups(share, shared);
 }

@@ -1,6 +1,6 @@
 """The host side of the Hopper decoding kernel, ``decode.cu``: which calls are its, what to compile, how to launch it.
 
-May import torch, ``nvrtc.py``, ``driver.py``, ``_torch.py`` and this folder. Imported by ``forward.py``, whose plans
+May import torch, ``nvrtc.py``, ``driver.py`` and this folder. Imported by ``forward.py``, whose plans
 are of two kinds, and by the warm-up.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ... import _torch, driver, nvrtc
+from ... import driver, nvrtc
 from .. import KernelUnavailable, launch_counts
 from . import decode_tiles
 from .decode_tiles import DecodeTile
@@ -36,8 +36,6 @@ class DecodeParams(ctypes.Structure):
         ("query", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("logsumexp", ctypes.c_void_p),  # float32 [B, H, Sq], or null
-        ("workspace", ctypes.c_void_p),  # float32, and int32 zeros, left as zeros: where several clusters share keys
-        ("counters", ctypes.c_void_p),
         ("query_stride_batch", ctypes.c_int64),  # in elements, as all strides
         ("query_stride_head", ctypes.c_int64),
         ("query_stride_row", ctypes.c_int64),
@@ -51,11 +49,9 @@ class DecodeParams(ctypes.Structure):
         ("head_dim", ctypes.c_int32),  # the tensors' own, where HEAD_DIM is the next multiple of 16
         ("head_dim_v", ctypes.c_int32),
         ("splits", ctypes.c_int32),
-        ("groups", ctypes.c_int32),
-        ("tiles_each", ctypes.c_int32),  # key tiles of each block of a batch's key head; the first `more` have one more
+        ("tiles_each", ctypes.c_int32),  # key tiles of each block of a cluster; the first `more` have one more
         ("more", ctypes.c_int32),
         ("softmax_scale_log2", ctypes.c_float),
-        ("unused", ctypes.c_int32),
     ]
 
 
@@ -107,37 +103,37 @@ class DecodeSpecialisation(NamedTuple):
             raise KernelUnavailable(str(error)) from error
 
 
-def takes(batch: int, kv_heads: int, seqlen_q: int, queries_per_kv: int, is_causal: bool) -> bool:
+def takes(batch: int, kv_heads: int, seqlen_q: int, seqlen_k: int, queries_per_kv: int, is_causal: bool) -> bool:
     """Is a call without a mask this kernel's, where the copy engine can walk its tensors?
 
     A causal call is not: its mask is top-left aligned, so that so few queries see next to nothing.
     """
     few = seqlen_q <= MAX_QUERIES and seqlen_q * queries_per_kv <= decode_tiles.MAX_ROWS
-    return few and not is_causal and max(batch, kv_heads) <= _MAX_GRID_YZ
+    fits = few and not is_causal and max(batch, kv_heads) <= _MAX_GRID_YZ
+    return fits and decode_tiles.pays(batch * kv_heads, seqlen_k)
 
 
 def suits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> bool:
     """The same of tensors."""
     kv_heads = 1 if key.stride(1) == 0 and value.stride(1) == 0 else key.size(1)
-    return takes(query.size(0), kv_heads, query.size(2), query.size(1) // kv_heads, is_causal)
+    return takes(query.size(0), kv_heads, query.size(2), key.size(2), query.size(1) // kv_heads, is_causal)
 
 
 class Chosen(NamedTuple):
-    """How a call is run: what to compile, blocks of a cluster, clusters that share the keys of a batch's key head."""
+    """How a call is run: what to compile, and how many blocks a cluster has."""
 
     specialisation: DecodeSpecialisation
     splits: int
-    groups: int
 
 
 def specialise(
-    head_dim: int, head_dim_v: int, dtype: torch.dtype, *, units: int, rows: int, seqlen_k: int, num_sms: int
+    head_dim: int, head_dim_v: int, dtype: torch.dtype, *, units: int, rows: int, seqlen_k: int
 ) -> Chosen:
-    """How a call of these sizes is run; arguments as of ``decode_tiles.choose``."""
+    """How a call of these sizes is run. units: batches times key heads; rows: query rows of each, at most MAX_ROWS."""
     padded, padded_v = (-(-size // 16) * 16 for size in (head_dim, head_dim_v))
-    # In steps of 16, so that a growing cache asks anew for every sixteenth length only.
-    tile, splits, groups = decode_tiles.choose(padded, padded_v, units, rows, -(-seqlen_k // 16) * 16, num_sms)
-    return Chosen(DecodeSpecialisation(padded, padded_v, dtype == torch.bfloat16, tile), splits, groups)
+    tile = decode_tiles.tile_for(padded, padded_v, rows)
+    splits = decode_tiles.splits_for(units, -(-seqlen_k // tile.block_n))
+    return Chosen(DecodeSpecialisation(padded, padded_v, dtype == torch.bfloat16, tile), splits)
 
 
 class DecodePlan:
@@ -147,8 +143,7 @@ class DecodePlan:
     made; torch.OutOfMemoryError where the GPU has no room for the kernel's code.
     """
 
-    __slots__ = ("_attributes", "_config", "_counters", "_device_index", "_frames", "_function", "_maps", "_params",
-                 "_workspace", "chosen")  # fmt: skip
+    __slots__ = ("_attributes", "_config", "_device_index", "_frames", "_function", "_maps", "_params", "chosen")
 
     def __init__(
         self,
@@ -157,7 +152,6 @@ class DecodePlan:
         value: torch.Tensor,
         out: torch.Tensor,
         softmax_scale: float,
-        num_sms: int,
         chosen: Chosen | None = None,
     ) -> None:
         """As of ``forward.plan``, which has seen to it that the copy engine can walk the tensors."""
@@ -169,9 +163,8 @@ class DecodePlan:
             key, value = key[:, :1], value[:, :1]
         kv_heads = key.size(1)
         group = heads // kv_heads
-        units = batch * kv_heads
         chosen = chosen or specialise(
-            head_dim, head_dim_v, query.dtype, units=units, rows=seqlen_q * group, seqlen_k=seqlen_k, num_sms=num_sms
+            head_dim, head_dim_v, query.dtype, units=batch * kv_heads, rows=seqlen_q * group, seqlen_k=seqlen_k
         )
         spec = chosen.specialisation
         try:
@@ -181,11 +174,10 @@ class DecodePlan:
                 driver.TensorMaps(t.dtype, t.shape, t.stride(), block_n, t.data_ptr(), index) for t in (key, value)
             ]
             with torch.cuda.device(index):
-                driver.allow_large_clusters(self._function)
                 self._configure(kv_heads, batch, chosen)
         except (driver.DriverError, OSError) as error:
             raise KernelUnavailable(f"{ENTRY}: {error}") from error
-        tiles_each, more = divmod(-(-seqlen_k // block_n), self.chosen.splits * self.chosen.groups)
+        tiles_each, more = divmod(-(-seqlen_k // block_n), self.chosen.splits)
         self._params = DecodeParams(
             query_stride_batch=query.stride(0),
             query_stride_head=query.stride(1),
@@ -200,28 +192,22 @@ class DecodePlan:
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             splits=self.chosen.splits,
-            groups=self.chosen.groups,
             tiles_each=tiles_each,
             more=more,
             softmax_scale_log2=softmax_scale * _LOG2E,
         )
         self._frames: list[driver.Frame] = []
-        # In numbers and in bytes; none where no clusters share keys.
-        results = units * self.chosen.splits * self.chosen.groups if self.chosen.groups > 1 else 0
-        fours = -(-seqlen_q * group * spec.head_dim_v // 4 // self.chosen.splits)
-        self._workspace = results * (4 * fours + 2 * 16 * spec.tile.row_tiles)
-        self._counters = 4 * units * self.chosen.splits if results else 0
 
     def _configure(self, kv_heads: int, batch: int, chosen: Chosen) -> None:
         """The launch, in clusters that the device, which may be a slice of a GPU, has room for."""
-        spec, splits, groups = chosen
+        spec, splits = chosen
         while True:
             self._attributes = driver.cluster_attributes(splits)
             self._config = driver.LaunchConfig(
-                (splits * groups, kv_heads, batch), (spec.tile.num_threads, 1, 1), spec.shared_bytes, None,
+                (splits, kv_heads, batch), (spec.tile.num_threads, 1, 1), spec.shared_bytes, None,
                 ctypes.addressof(self._attributes), len(self._attributes),
             )  # fmt: skip
-            self.chosen = Chosen(spec, splits, groups)
+            self.chosen = Chosen(spec, splits)
             if splits == 1 or driver.max_active_clusters(self._function, self._config):
                 return
             splits //= 2
@@ -245,13 +231,10 @@ class DecodePlan:
         params.query, params.out = query.data_ptr(), out.data_ptr()
         params.logsumexp = None if logsumexp is None else logsumexp.data_ptr()
         launch_counts[ENTRY] += 1
-        stream = driver.current_stream(index)
-        workspace = None  # until the launch is under way
-        if self._workspace:
-            workspace = _torch.empty_float32(query, (self._workspace,), (1,))
-            params.workspace, params.counters = workspace.data_ptr(), driver.counters(index, stream, self._counters)
         try:
-            driver.launch(frame.configs[0], self._function, frame.arguments, index, stream)
+            driver.launch(
+                frame.configs[0], self._function, frame.arguments, index, driver.current_stream(index)
+            )
         except driver.DriverError as error:
             if error.is_refusal:
                 raise KernelUnavailable(f"{ENTRY}: {error}") from error

@@ -35,8 +35,7 @@
 // Defined by the host (forward.py): HEAD_DIM (a multiple of 16), HEAD_DIM_V (one of 8), BLOCK_M, BLOCK_N, STAGES,
 // Q_STAGES, ROTATE (warpgroups exchange their rows with every query tile), IS_CAUSAL, MASKED, PACKED, BIAS_BYTES (of an
 // element of a float mask, or 0), BIAS_PER_KEY (it has one row for all queries), BIAS_STAGES (tiles of it in flight),
-// DROPOUT, EARLY (what mask or dropout need of a tile is made before its scores are waited for, which ptxas would not
-// do by itself), IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
+// DROPOUT, IS_BF16, WRITE_LSE, PING_PONG (warpgroups take turns at the matrix unit).
 #include "barrier.cuh"
 #include "dropout.cuh"
 #include "mask.cuh"
@@ -623,7 +622,6 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     pass_turn();
     accumulate = true;
     mix_bits();
-    if (DROPOUT && EARLY) wgmma_wait_after<1>(depends_on(bits));
     wgmma_wait<1>();
     const float sum[2] = {softmax.sum[0], softmax.sum[1]};
     const bool serves = softmax.update(scores, scale_log2);
@@ -672,7 +670,6 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     if constexpr (BIAS_EARLY) {
       read_bias(bias_tile(), row_of_warp(share),
                 [&](int i, float bias) { addends[i] = fmaf(bias, LOG2E, -subtract[i / 2 % 2]); });
-      if (EARLY) wgmma_wait_after<1>(depends_on(addends));
     }
     wgmma_wait<1>();
     const float sum[2] = {softmax.sum[0], softmax.sum[1]};

@@ -110,7 +110,6 @@ class Specialisation(NamedTuple):
             "BIAS_PER_KEY": int(self.bias_per_key),
             "BIAS_STAGES": tile.mask_stages,
             "DROPOUT": int(self.has_dropout),
-            "EARLY": int(tile.early),
             "IS_BF16": int(self.is_bf16),
             "WRITE_LSE": int(self.write_lse),
         }
@@ -447,13 +446,13 @@ def _make_plan(
     refusal = _refusal(query, key, value, None, is_causal, softmax_scale, 0.0)
     if refusal:
         raise KernelUnavailable(refusal)
-    return decode.DecodePlan(query, key, value, out, softmax_scale, _device(query.device.index)[1])
+    return decode.DecodePlan(query, key, value, out, softmax_scale)
 
 
 def plan(
     query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None, dropout_p: float = 0.0
 ) -> Plan | decode.DecodePlan:
-    """The plan of a call, kept for the next one like it: of few queries the decoding kernel's.
+    """The plan of a call, kept for the next one like it: of few queries perhaps the decoding kernel's.
 
     Raises what making it raises.
     """

@@ -138,21 +138,6 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
 #endif
   return x;
 }
-// One word that depends on all of these, and is never all ones: for `wgmma_wait_after`.
-template <int N>
-__device__ __forceinline__ uint32_t depends_on(const uint32_t (&x)[N]) {
-  uint32_t word = 0;
-#pragma unroll
-  for (int i = 0; i < N; ++i) word ^= x[i];
-  return word & 0x7FFFFFFF;
-}
-template <int N>
-__device__ __forceinline__ uint32_t depends_on(const float (&x)[N]) {
-  uint32_t word = 0;
-#pragma unroll
-  for (int i = 0; i < N; ++i) word ^= __float_as_uint(x[i]);
-  return word & 0x7FFFFFFF;
-}
 // The sum of the products of eight 16-bit numbers each.
 __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
   const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};

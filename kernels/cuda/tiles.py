@@ -17,10 +17,9 @@ class Tile:
 
     block_m: query rows of a tile, 64 for each consumer warpgroup. block_n: keys of a step. stages: key and value tiles
     in flight. q_stages: query tiles in flight; with two, outputs leave through the query buffers. ping_pong: warpgroups
-    take turns at the matrix unit. mask_stages: tiles of a float mask in flight. early: what a float mask or dropout
-    needs of a tile of keys is made before its scores are waited for. rotate: warpgroups exchange their rows with every
-    query tile. exact_value: the value's head_dim is padded to a multiple of 8, not of 16. short_lists: where each head
-    has its own keys, only few heads have their causal tiles in one list (``forward.py``).
+    take turns at the matrix unit. mask_stages: tiles of a float mask in flight. rotate: warpgroups exchange their rows
+    with every query tile. exact_value: the value's head_dim is padded to a multiple of 8, not of 16. short_lists: where
+    each head has its own keys, only few heads have their causal tiles in one list (``forward.py``).
     """
 
     block_m: int
@@ -29,7 +28,6 @@ class Tile:
     q_stages: int
     ping_pong: bool = True
     mask_stages: int = 1
-    early: bool = False
     rotate: bool = False
     exact_value: bool = False
     short_lists: bool = False
@@ -165,12 +163,14 @@ def choose_biased(head_dim: int, head_dim_v: int, bias_bytes: int, per_key: bool
 
     As many stages as there is room for; keys and mask in turn are given up first.
     """
+    if max(head_dim, head_dim_v) <= 64 and bias_bytes == 2:
+        return Tile(128, 128, stages=3, q_stages=2, mask_stages=2)
     padded = math.ceil(head_dim / 64) * 64
     padded_v = math.ceil(head_dim_v / 64) * 64
     q_stages = 2 if max(head_dim, head_dim_v) <= 128 or head_dim_v <= 128 else 1
     room = _SHARED_MEMORY - q_stages * 128 * padded * 2
     for stages, mask_stages in ((4, 3), (4, 2), (3, 2), (2, 2), (2, 1)):
-        tile = Tile(128, 64, stages, q_stages, ping_pong=max(head_dim, head_dim_v) <= 64, mask_stages=mask_stages)
+        tile = Tile(128, 64, stages, q_stages, ping_pong=max(head_dim, head_dim_v) <= 128, mask_stages=mask_stages)
         used = stages * 64 * (padded + padded_v) * 2 + mask_stages * bias_tile_bytes(tile, bias_bytes, per_key)
         if used <= room:
             return tile
@@ -304,14 +304,11 @@ class BiasTile:
     """How one specialisation of the bias's gradient cuts its work.
 
     block_n: keys of a tile of the bias, whole boxes of the copy engine; its queries are 128, 64 for each of two
-    warpgroups. stages: pairs of operands in flight. turns: warpgroups take turns at the exponentials.
-    exponentials_first: these are computed before the wait for dP.
+    warpgroups. stages: pairs of operands in flight.
     """
 
     block_n: int
     stages: int
-    turns: bool = False
-    exponentials_first: bool = True
 
     block_m = 128
     num_threads = 384

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,17 +15,6 @@ pytestmark = [
 ]
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
 KERNEL, TRITONS = "flash_bias_gradient", "attention_backward_mask"
-
-
-@pytest.fixture(params=["free", "turns", "unordered"])
-def form(request, monkeypatch):
-    """Each way in which the kernel may order its exponentials."""
-    from torch_flashbackend.kernels.cuda import bias_gradient, tiles
-
-    changes = {"free": {}, "turns": {"turns": True}, "unordered": {"exponentials_first": False}}[request.param]
-    chosen = tiles.choose_bias
-    monkeypatch.setattr(tiles, "choose_bias", lambda *sizes: dataclasses.replace(chosen(*sizes), **changes))
-    monkeypatch.setattr(bias_gradient, "_plans", {})
 
 
 @pytest.fixture
@@ -97,7 +84,7 @@ def check_kernel(call, target: Tensor | None = None, parts: int = 2) -> None:
 @pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
 @pytest.mark.parametrize("mask_dtype", ["query", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_one_tile_and_many(form, head_dim, mask_dtype, dtype):
+def test_one_tile_and_many(head_dim, mask_dtype, dtype):
     mask_dtype = SINGLE if mask_dtype == "float32" else dtype
     for batch, heads, length in ((1, 1, 128), (3, 2, 256), (2, 2, 1024), (2, 3, 520), (2, 1, 3000)):
         mask = bias(1, heads, length, length, dtype=mask_dtype)
@@ -139,7 +126,7 @@ def test_a_logsumexp_in_one_part():
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT, SINGLE], ids=str)
-def test_patterns_of_hidden_and_lowest(form, dtype):
+def test_patterns_of_hidden_and_lowest(dtype):
     """-inf and finfo.min in blocks, rows without a key included."""
     for seed in range(9):
         shape = ((1, 2), (2, 2), (2, 1))[seed % 3]
@@ -217,7 +204,7 @@ def test_nan_behind_a_hidden_key_stays_there():
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT, SINGLE], ids=str)
-def test_results_repeat(form, dtype):
+def test_results_repeat(dtype):
     """A difference between two runs would be a race. The machine is full, and tiles follow each other in a block."""
     call = with_bias(bias(1, 8, 2048, 2048, dtype=dtype), 3, 8, 2048, 2048, 128)
     grad_out = gradient_for(call)

@@ -31,47 +31,52 @@ pytestmark = [
 RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "200"))
 CHUNK = 10
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
+SPLITS = (1, 2, 4, 8)
 LAYOUTS = ("bhsd", "bshd", "sbhd", "packed")
-# Few, since each is compiled for 16, 32 and 64 rows.
+# Few, since each is compiled for 16 and 32 rows.
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (80, 80), (192, 128), (40, 40))
 
 
 @pytest.fixture
-def decoded(plugin):
-    """How often the kernel was launched since the test began."""
+def decoded(plugin, monkeypatch):
+    """How often the kernel was launched since the test began; all calls that it can compute are its."""
     from torch_flashbackend import ops
+    from torch_flashbackend.kernels.cuda import decode_tiles, forward
 
+    monkeypatch.setattr(decode_tiles, "pays", lambda units, seqlen_k: True)
+    forward._plans.clear()
     ops.reset_launch_counts()
-    return lambda: ops.launch_counts().get("flash_decode", 0)
+    yield lambda: ops.launch_counts().get("flash_decode", 0)
+    forward._plans.clear()
 
 
-def plan_of(call: Call, out, splits: int | None = None, groups: int = 1, which: int = 0):
-    """The call's plan, or one with so many splits and groups and a tile of decode_tiles.variants."""
-    from torch_flashbackend.kernels.cuda import decode, decode_tiles
+def plan_of(call: Call, out, splits: int | None = None):
+    """The call's plan, or one with so many splits."""
+    from torch_flashbackend.kernels.cuda import decode
 
     chosen = None
     if splits is not None:
-        head_dim, head_dim_v = (-(-size // 16) * 16 for size in (call.query.size(3), call.value.size(3)))
-        rows = call.query.size(2) * call.query.size(1) // call.key.size(1)
-        tile = decode_tiles.variants(head_dim, head_dim_v, rows)[which]
-        spec = decode.DecodeSpecialisation(head_dim, head_dim_v, call.query.dtype == BFLOAT, tile)
-        chosen = decode.Chosen(spec, splits, groups)
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    return decode.DecodePlan(call.query, call.key, call.value, out, call.softmax_scale, num_sms, chosen)
+        kv_heads, rows = call.key.size(1), call.query.size(2) * call.query.size(1) // call.key.size(1)
+        usual = decode.specialise(
+            call.query.size(3), call.value.size(3), call.query.dtype, units=call.query.size(0) * kv_heads, rows=rows,
+            seqlen_k=call.key.size(2),
+        )  # fmt: skip
+        chosen = usual._replace(splits=splits)
+    return decode.DecodePlan(call.query, call.key, call.value, out, call.softmax_scale, chosen)
 
 
-def run_plan(call: Call, *cut, **options):
+def run_plan(call: Call, splits: int | None = None):
     """(out, logsumexp) of a call, all of them written over NaN."""
     shape = (*call.query.shape[:3], call.value.size(3))
     out = torch.full(shape, math.nan, dtype=call.query.dtype, device=call.query.device)
     logsumexp = torch.full(shape[:3], math.nan, dtype=SINGLE, device=call.query.device)
-    plan_of(call, out, *cut, **options)(call.query, call.key, call.value, out, logsumexp)
+    plan_of(call, out, splits)(call.query, call.key, call.value, out, logsumexp)
     return out, logsumexp
 
 
-def check_plan(call: Call, *cut, **options) -> None:
-    out, logsumexp = run_plan(call, *cut, **options)
-    what = f"{call.describe()} {cut} {options}"
+def check_plan(call: Call, splits: int) -> None:
+    out, logsumexp = run_plan(call, splits)
+    what = f"{call.describe()} {splits} splits"
     check({"out": out}, expect(call), None, what)
     check({"logsumexp": logsumexp}, expect_logsumexp(call), None, what)
 
@@ -81,7 +86,7 @@ def decode_call(seed: int) -> Call:
     rng = random.Random(seed)
     dtype = rng.choice([HALF, BFLOAT])
     batch, kv_heads = rng.choice([1, 1, 2, 3, 17]), rng.choice([1, 2, 8])
-    group, queries = rng.choice([(1, 1), (4, 1), (4, 1), (8, 2), (16, 1), (3, 5), (1, 16), (5, 7), (16, 4), (8, 8)])
+    group, queries = rng.choice([(1, 1), (4, 1), (4, 1), (8, 2), (16, 1), (3, 5), (1, 16), (5, 6), (16, 2), (4, 8)])
     keys = rng.choice([1, 15, 64, 65, 100, 1000, 1024, 4096, 5000, rng.randint(1, 3000)])
     head_dim, head_dim_v = rng.choice(HEAD_DIMS)
     sizes = [(kv_heads * group, queries, head_dim), (kv_heads, keys, head_dim), (kv_heads, keys, head_dim_v)]
@@ -103,43 +108,41 @@ def test_random_calls(check_call, decoded, first):
         assert decoded() == 1  # check_call counts anew
 
 
-@pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
-def test_splits_and_groups(splits, head_dim, which):
+@pytest.mark.parametrize("splits", SPLITS)
+def test_splits(splits, head_dim):
     """More splits than tiles too: blocks without a key."""
-    for groups in (1, 2, 3, 16):
-        for keys in (1, 17, 64, 1000, 2500):
-            call = simple_call(2, 12, 1, keys, head_dim, kv_heads=3, seed=keys)
-            check_plan(call, splits, groups, which=which)
+    for keys in (1, 17, 64, 1000, 2500):
+        check_plan(simple_call(2, 12, 1, keys, head_dim, kv_heads=3, seed=keys), splits)
 
 
-@pytest.mark.parametrize("rows", [(16, 1), (8, 4), (8, 8), (3, 7)], ids=str)
+@pytest.mark.parametrize("rows", [(16, 1), (8, 4), (4, 8), (3, 7)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_rows(head_dim, rows):
     group, queries = rows
     call = simple_call(2, 2 * group, queries, 1234, head_dim, kv_heads=2, dtype=HALF)
-    for splits, groups in ((1, 1), (4, 1), (16, 1), (2, 4)):
-        check_plan(call, splits, groups)
+    for splits in SPLITS:
+        check_plan(call, splits)
 
 
 @pytest.mark.parametrize("group", range(1, 17))
-def test_groups_of_query_heads(check_call, group):
+def test_groups_of_query_heads(check_call, decoded, group):
     check_call(simple_call(2, 2 * group, 1, 300, 128, kv_heads=2), grad=False, backend="cuda", kernels=("math",))
+    assert decoded() == 1
 
 
 @pytest.mark.parametrize("batch", [(32, 8), (32, 32), (8, 1)], ids=str)
-def test_usual_sizes(check_call, batch):
+def test_usual_sizes(check_call, decoded, batch):
     for keys in (1024, 8192):
         for size in (1, 8):
             call = simple_call(size, batch[0], 1, keys, 128, kv_heads=batch[1])
             check_call(call, grad=False, backend="cuda", kernels=("flash", "cudnn"))
 
 
-@pytest.mark.parametrize("splits", [1, 16])
+@pytest.mark.parametrize("splits", [1, 8])
 def test_many_keys(splits):
     """As many as the kernel adds up."""
-    check_plan(simple_call(1, 4, 1, 2**18, 64, kv_heads=1), splits, 16 // splits)
+    check_plan(simple_call(1, 4, 1, 2**18, 64, kv_heads=1), splits)
 
 
 @pytest.mark.parametrize("growth", [(6.0, 30.0), (30.0, 6.0)])
@@ -148,8 +151,8 @@ def test_a_maximum_that_moves_through_the_keys(growth):
     call = simple_call(1, 4, 1, 2000, 64, kv_heads=1)
     factors = torch.linspace(*growth, 2000, device="cuda")[:, None]
     call = dataclasses.replace(call, key=(call.key.float() * factors).to(BFLOAT))
-    for splits, groups in ((1, 1), (8, 1), (2, 4)):
-        check_plan(call, splits, groups)
+    for splits in SPLITS:
+        check_plan(call, splits)
 
 
 def test_huge_scores_give_one_key_all_the_weight():
@@ -157,10 +160,10 @@ def test_huge_scores_give_one_key_all_the_weight():
     query, key = torch.ones_like(call.query), torch.zeros_like(call.key)
     key[:, :, 640] = 1e4
     call = dataclasses.replace(call, query=query, key=key)
-    for splits, groups in ((1, 1), (16, 1), (4, 4)):
-        out, _ = run_plan(call, splits, groups)
+    for splits in SPLITS:
+        out, _ = run_plan(call, splits)
         assert torch.equal(out, call.value[:, :, 640:641].expand_as(out))
-    out, _ = run_plan(dataclasses.replace(call, key=-key), 16, 1)
+    out, _ = run_plan(dataclasses.replace(call, key=-key), 8)
     assert error_of(out, expect(dataclasses.replace(call, key=-key)).values["out"]).finite
 
 
@@ -172,8 +175,8 @@ def test_nan_and_infinity_count_where_they_are_seen_and_nowhere_else():
     key.copy_(source.key)
     value.copy_(source.value)
     call = dataclasses.replace(source, key=key, value=value)
-    for splits, groups in ((1, 1), (4, 1), (1, 4)):
-        assert torch.equal(run_plan(call, splits, groups)[0], run_plan(source, splits, groups)[0])
+    for splits in SPLITS:
+        assert torch.equal(run_plan(call, splits)[0], run_plan(source, splits)[0])
     value[0, 0, 200, 5] = math.inf
     key[1, 1, 10] = math.nan
     out, logsumexp = run_plan(call, 4)
@@ -226,10 +229,10 @@ def test_equal_bits_every_time_while_the_gpu_is_busy():
     call = simple_call(3, 16, 1, 8000, 128, kv_heads=4)
     other = torch.randn(2048, 2048, device="cuda")
     streams = [torch.cuda.Stream() for _ in range(4)]
-    for cut in ((1, 1), (8, 1), (16, 1), (1, 16), (4, 4)):
-        first, _ = run_plan(call, *cut)
+    for splits in SPLITS:
+        first, _ = run_plan(call, splits)
         outs = [torch.full_like(first, math.nan) for _ in range(200)]
-        plan = plan_of(call, first, *cut)
+        plan = plan_of(call, first, splits)
         torch.cuda.synchronize()
         for turn, out in enumerate(outs):
             with torch.cuda.stream(streams[turn % 4]):
@@ -237,16 +240,16 @@ def test_equal_bits_every_time_while_the_gpu_is_busy():
                     other @ other
                 plan(call.query, call.key, call.value, out, None)
         torch.cuda.synchronize()
-        assert all(torch.equal(first, out) for out in outs), cut
+        assert all(torch.equal(first, out) for out in outs), splits
 
 
-@pytest.mark.parametrize("cut", [(16, 1), (4, 4), (1, 1)], ids=str)
-def test_a_captured_graph_decodes_new_data(cut):
+@pytest.mark.parametrize("splits", SPLITS)
+def test_a_captured_graph_decodes_new_data(splits):
     """Each launch begins before the one that makes its query has ended; several graphs at once."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     call = simple_call(2, 8, 1, 4096, 128, kv_heads=2)
     query, key, value = call.query, call.key, call.value
-    plan = plan_of(call, torch.empty_like(query), *cut)
+    plan = plan_of(call, torch.empty_like(query), splits)
 
     def step():
         first, second = torch.empty_like(query), torch.empty_like(query)
@@ -280,7 +283,7 @@ def test_a_captured_graph_decodes_new_data(cut):
 
 
 @pytest.mark.parametrize("before", ["fill", "copy", "kernels", "two streams"])
-def test_a_launch_waits_for_what_is_before_it(plugin, before):
+def test_a_launch_waits_for_what_is_before_it(plugin, decoded, before):
     """In a graph and in a stream: it begins before that has ended, be it a kernel, a copy or another stream's work."""
     call = simple_call(1, 4, 1, 4000, 128, kv_heads=1)
     source = torch.randn_like(call.query)
@@ -321,6 +324,19 @@ def test_a_launch_waits_for_what_is_before_it(plugin, before):
     for _ in range(30):
         graph.replay()
     check({"out": out}, expected, None, f"{before} in a graph")
+    assert decoded() == 31
+
+
+@pytest.mark.parametrize(("batch", "kv_heads", "keys"), [(1, 8, 8192), (2, 8, 500), (1, 32, 100), (8, 8, 2048)])
+def test_calls_that_gain_by_it_are_its(plugin, batch, kv_heads, keys):
+    from torch_flashbackend import ops
+
+    ops.reset_launch_counts()
+    call = simple_call(batch, 32, 1, keys, 128, kv_heads=kv_heads)
+    with plugin.sdpa_backend("cuda"):
+        out = call.run()
+    assert ops.launch_counts().get("flash_decode", 0) == 1
+    check({"out": out}, expect(call), None, call.describe())
 
 
 def test_a_call_never_waits_for_the_gpu(never_waits):
