@@ -170,8 +170,7 @@ def _specialisations(problem: Problem) -> Iterable[Any]:
         deterministic = torch.are_deterministic_algorithms_enabled()
         yield backward.specialise_dense(
             problem.head_dim, problem.head_dim_v, problem.query_dtype, problem.is_causal, deterministic,
-            problem.query_shape[0], problem.num_heads, problem.num_kv_heads, problem.seqlen_q, problem.seqlen_k,
-            sm_count,
+            batch, problem.num_heads, problem.num_kv_heads, problem.seqlen_q, problem.seqlen_k, sm_count,
         )  # fmt: skip
 
 
