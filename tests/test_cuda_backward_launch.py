@@ -374,13 +374,14 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
 @pytest.mark.parametrize(
     ("shape", "kv_heads", "mask_shape", "dropout_p", "expected"),
     [
-        ((4, 16, 4096, 128), 16, (4, 1, 4096, 4096), 0.0, 2),  # three would fit, two and two are as many launches
-        ((4, 16, 4096, 64), 16, (4, 1, 4096, 4096), 0.0, 4),
+        ((4, 16, 4096, 128), 16, (4, 1, 4096, 4096), 0.0, 1),
+        ((4, 16, 4096, 64), 16, (4, 1, 4096, 4096), 0.0, 2),  # three would fit, two and two are as many launches
+        ((4, 8, 4096, 64), 8, (4, 1, 4096, 4096), 0.0, 4),
         ((2, 32, 4096, 128), 32, (2, 1, 4096, 4096), 0.0, 0),
         ((2, 32, 4096, 128), 8, (2, 1, 4096, 4096), 0.0, 2),  # PyTorch repeats keys and values
         ((4, 16, 4096, 128), 16, (4, 1, 1, 4096), 0.0, 0),
         ((4, 16, 4096, 128), 16, (4, 1, 4096, 4096), 0.1, 0),  # random numbers count from the first batch
-        ((4, 16, 4096, 64), 16, (4, 1, 4096, 4096), 0.1, 4),
+        ((4, 8, 4096, 64), 8, (4, 1, 4096, 4096), 0.1, 4),
         ((1, 16, 16384, 128), 16, (1, 1, 16384, 16384), 0.0, 1),
     ],
     ids=str,

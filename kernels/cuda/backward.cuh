@@ -2,6 +2,7 @@
 // steps, and the small kernels that run before and after (backward.cu describes them all).
 #pragma once
 #include "barrier.cuh"
+#include "cluster.cuh"
 #include "dropout.cuh"
 #include "softmax.cuh"
 #include "wgmma.cuh"
@@ -131,9 +132,14 @@ __device__ __forceinline__ int sums_shift(int head, const BackwardParams& params
   return head / params.slots * params.slots * (params.num_heads / params.num_kv_heads * params.q_tiles);
 }
 
+// This block's number of the two that are PAIRED.
+__device__ __forceinline__ int rank_in_pair() {
+  return PAIRED ? cluster_rank() : 0;
+}
+
 __device__ __forceinline__ Work work_of(const Item& item, const BackwardParams& params) {
   Work work;
-  work.k_tile = item.index * BLOCKS_OF_CLUSTER + cluster_rank();
+  work.k_tile = item.index * BLOCKS_OF_CLUSTER + rank_in_pair();
   work.batch = item.head / params.num_kv_heads;
   work.kv_head = item.head % params.num_kv_heads;
   work.sums_shift = FUSED ? sums_shift(item.head, params) : 0;
@@ -206,7 +212,7 @@ __device__ __forceinline__ Item item_at(int number, const BackwardParams& params
 // takes it into shared memory; after a barrier, all ask for it.
 constexpr bool TICKETS = IN_ORDER || FUSED;
 __device__ __forceinline__ void take_ticket(uint32_t ticket, const BackwardParams& params) {
-  if (TICKETS && cluster_rank() == 0) write_word(ticket, atomicAdd(params.counters, 1));
+  if (TICKETS && rank_in_pair() == 0) write_word(ticket, atomicAdd(params.counters, 1));
 }
 __device__ __forceinline__ int block_number(uint32_t ticket, const BackwardParams& params) {
   if (!TICKETS) return blockIdx.x / BLOCKS_OF_CLUSTER;
@@ -215,7 +221,7 @@ __device__ __forceinline__ int block_number(uint32_t ticket, const BackwardParam
     params.counters[0] = 0;
     params.counters[1] = 0;
   }
-  return uniform(PAIRED ? read_word_remote(in_block(ticket, 0)) : read_word(ticket));
+  return uniform(PAIRED ? read_word_remote(map_to_rank(ticket, 0)) : read_word(ticket));
 }
 
 #if MASKED

@@ -334,15 +334,16 @@ def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> boo
 def batches_at_a_time(query, key, mask, dropout_p: float) -> int:
     """How many batches of a call with a mask may be computed at a time, so that it takes no more memory than PyTorch's.
 
-    PyTorch's kernel for masks has no float32 sums of the query's gradient, but a copy of the mask in 16 bits, and keys
-    and values repeated for the query heads that share them. 0 where the sums of a single batch are more than that.
+    PyTorch's kernel for masks has no float32 sums of the query's gradient, but at its peak as many bytes as the mask
+    has elements (measured), and keys and values repeated for the query heads that share them. 0 where the sums of a
+    single batch are more than that.
     """
     batch, heads, seqlen_q, head_dim = query.shape
     sums = 4 * heads * _round_up(seqlen_q, 128) * _round_up(head_dim, 16)
     in_memory = math.prod(size for size, stride in zip(mask.shape, mask.stride(), strict=True) if stride)
     repeated = 0 if heads == key.size(1) else 4 * key.size(2) * head_dim * heads * batch
-    # Of 16 bits for each element, one is what the lists' own bits take.
-    most = min((15 * in_memory // 8 + repeated) // sums, batch)
+    # An eighth of it is what the lists' own bits take.
+    most = min((7 * in_memory // 8 + repeated) // sums, batch)
     if most == 0 or (dropout_p > 0.0 and most < batch):  # random numbers count heads from the first batch on
         return 0
     return math.ceil(batch / math.ceil(batch / most))

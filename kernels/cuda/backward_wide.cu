@@ -84,7 +84,7 @@ __device__ __forceinline__ void release_together(uint32_t barrier) {
 __device__ __forceinline__ void release_stage(uint32_t barrier) {
   if (threadIdx.x % 32 == 0) {
     barrier_arrive(barrier);
-    if (PAIRED) barrier_arrive_remote(in_block(barrier, cluster_rank() ^ 1));
+    if (PAIRED) barrier_arrive_remote(map_to_rank(barrier, rank_in_pair() ^ 1));
   }
 }
 // Loads BOXES boxes of a query or grad_out tile, from `first_column` on.
@@ -96,7 +96,7 @@ __device__ __forceinline__ void load_stage(const TensorMap& map, uint32_t destin
     barrier_arrive_expect(barrier, BOXES * BYTES);  // from both
 #pragma unroll
     for (int i = 0; i < BOXES / 2; ++i) {
-      const int box = cluster_rank() * (BOXES / 2) + i;
+      const int box = rank_in_pair() * (BOXES / 2) + i;
       load_box_for_both(map, destination + box * BYTES, barrier, first_column + box * BOX_COLUMNS, row, head, batch);
     }
   } else {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& query_map, const Ten
     if (PAIRED && first)
       load_rows<BLOCK_N, HALF_BOXES * BOX_COLUMNS>(key_map, shared.other_key, shared.other_k_full(),
                                                    (work.k_tile ^ 1) * BLOCK_N, work.kv_head, work.batch,
-                                                   cluster_rank() * HALF_BOXES * BOX_COLUMNS);
+                                                   rank_in_pair() * HALF_BOXES * BOX_COLUMNS);
     ++loaded;
   });
 }
@@ -150,15 +150,15 @@ __device__ __forceinline__ void load_tiles(const TensorMap& query_map, const Ten
 // gradients' warpgroup write this one.
 __device__ __forceinline__ void send_grad_scores(int tiles, const Shared& shared) {
   Ring<DS_STAGES> s;
-  const int other = cluster_rank() ^ 1;
+  const int other = rank_in_pair() ^ 1;
 #pragma unroll 1
   for (; tiles > 0; --tiles) {
     barrier_wait(shared.ds_full(s.stage), s.phase);
     // For what the other one sends, perhaps has sent; what it sent into this stage before has been used.
     barrier_arrive_expect(shared.other_ds_full(s.stage), DS_BYTES);
     send_bytes<DS_BYTES>(shared.grad_scores + s.stage * DS_BYTES,
-                         in_block(shared.other_grad_scores + s.stage * DS_BYTES, other),
-                         in_block(shared.other_ds_full(s.stage), other));
+                         map_to_rank(shared.other_grad_scores + s.stage * DS_BYTES, other),
+                         map_to_rank(shared.other_ds_full(s.stage), other));
     s.advance();
   }
 }
@@ -370,7 +370,7 @@ __device__ __forceinline__ void add_columns(float* sums, uint32_t grad_scores, u
 __device__ __forceinline__ void add_box_of_pair(float* sums, uint32_t grad_scores, uint32_t other_grad_scores, int box,
                                                 const Shared& shared) {
   constexpr int BOX_BYTES = BLOCK_N * BOX_ROW_BYTES;
-  const int column_box = cluster_rank() * HALF_BOXES + box;
+  const int column_box = rank_in_pair() * HALF_BOXES + box;
   const uint32_t key = descriptor(shared.key + column_box * BOX_BYTES, 0);
   const uint32_t other_key = descriptor(shared.other_key + box * BOX_BYTES, 0);
   float columns[BOX_COLUMNS / 2];
@@ -412,7 +412,7 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
       const uint32_t other = descriptor(shared.other_grad_scores + s.stage * DS_BYTES, 0);
 #pragma unroll
       for (int box = 0; box < HALF_BOXES; ++box) add_box_of_pair(sums, grad_scores, other, box, shared);
-      if (threadIdx.x % 32 == 0) barrier_arrive_remote(in_block(shared.ds_empty(s.stage), cluster_rank() ^ 1));
+      if (threadIdx.x % 32 == 0) barrier_arrive_remote(map_to_rank(shared.ds_empty(s.stage), rank_in_pair() ^ 1));
     } else {
 #pragma unroll
       for (int column = 0; column + BOX_COLUMNS <= HEAD_DIM; column += BOX_COLUMNS)
@@ -487,7 +487,7 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
   const Item item = item_at(block_number(shared.ticket, params), params);
   const int warpgroup = uniform(threadIdx.x / 128);
   if (FUSED && item.kind != COMPUTE) {
-    do_item<BLOCKS_OF_CLUSTER * THREADS / 128>(item, warpgroup + cluster_rank() * (THREADS / 128), threadIdx.x == 0,
+    do_item<BLOCKS_OF_CLUSTER * THREADS / 128>(item, warpgroup + rank_in_pair() * (THREADS / 128), threadIdx.x == 0,
                                                params, [] { __syncthreads(); });
     if (PAIRED) cluster_sync();  // the other block has read the ticket
     return;

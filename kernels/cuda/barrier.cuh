@@ -103,26 +103,6 @@ __device__ __forceinline__ void semaphore_hand_on(int* done, const int* next, in
   while (found != count) asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(found) : "l"(next) : "memory");
   asm volatile("fence.proxy.async;" ::: "memory");
 }
-
-// Clusters: the block's rank, and all threads of its blocks.
-__device__ __forceinline__ int cluster_rank() {
-#if PAIRED
-  int rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-#else
-  return 0;
-#endif
-}
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-// Where the block of this rank has what is at `address` here.
-__device__ __forceinline__ uint32_t in_block(uint32_t address, int rank) {
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
 __device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
