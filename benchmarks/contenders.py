@@ -53,6 +53,7 @@ def take_everything() -> None:
     """
     verdict = policy.Verdict(True, "benchmark", "taken for a benchmark")
     policy.judge = lambda problem, backend: verdict
+    policy.not_the_fastest_of_ours = lambda problem, backend: None
     decisions.forget()
 
 

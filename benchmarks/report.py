@@ -90,6 +90,8 @@ def merged(several: list[dict[str, Any]]) -> dict[str, Any]:
             if field in PASS_FIELDS:
                 old = known.setdefault(field, {})
                 old |= {name: found for name, found in passes.items() if len(found) >= len(old.get(name, ()))}
+            elif field == "us" and len(passes) >= len(known.get(field, ())):  # of decoding, which has one pass
+                known[field] = passes
     commits = dict.fromkeys(str(data["environment"].get("commit") or "unknown")[:12] for data in several)
     return {**several[0], "rows": list(rows.values()), "commits": list(commits)}
 
