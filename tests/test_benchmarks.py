@@ -181,11 +181,12 @@ def test_cases_are_distinct_and_have_inputs_of_their_shapes():
 def test_scripts_run_at_tiny_sizes_on_a_cpu(tmp_path, capsys, main, kind, arguments):
     from torch_flashbackend import decisions, disable, policy, routing
 
-    path, judge_before, auto_before = tmp_path / f"{kind}.json", policy.judge, routing.AUTO
+    path, auto_before = tmp_path / f"{kind}.json", routing.AUTO
+    rules_before = policy.judge, policy.not_the_fastest_of_ours
     try:
         assert main(["--device", "cpu", "--smoke", "--out", str(path), *arguments]) == 0
     finally:  # a benchmark has its process for itself, as a rule
-        policy.judge, routing.AUTO = judge_before, auto_before
+        (policy.judge, policy.not_the_fastest_of_ours), routing.AUTO = rules_before, auto_before
         disable()
         decisions.forget()
     data = json.loads(path.read_text())

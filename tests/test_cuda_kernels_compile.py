@@ -45,7 +45,7 @@ def specialisations():
                     found.append(forward.Specialisation(head_dim, head_dim_v, False, *chosen, tile, is_masked=True))
     # Packed sequences: the tiles of a causal and of a full call.
     for number, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
-        if ALL or head_dim in (64, 72, 128, 192, 256):
+        if ALL or head_dim in (64, 128, 256):
             for is_causal in (False, True):
                 for tile in tiles.packed_variants(head_dim, head_dim_v, is_causal):
                     is_bf16 = bool((number + is_causal) % 2)
@@ -55,7 +55,7 @@ def specialisations():
     # With a float mask: every kind of it at the common head dimensions, one in turn at the others.
     for number, dims in enumerate(HEAD_DIMS):
         for kind, (tile, size, per_key) in enumerate(tiles.biased_variants(*dims)):
-            if ALL or dims in ((64, 64), (128, 128)) or kind == number % 4:
+            if ALL or dims in ((64, 64), (128, 128)) or (dims[0] % 32 == 0 and kind == number % 4):
                 for chosen in options if ALL else [options[(number + kind) % 4]]:
                     found.append(forward.Specialisation(*dims, False, *chosen, tile, True, size, per_key))
     # With dropout, likewise.
@@ -63,7 +63,7 @@ def specialisations():
         if dims[0] > tiles.MAX_DROPOUT_HEAD_DIM:
             continue
         tile = tiles.choose_dropout(*dims)
-        if ALL or dims[0] <= 128 or dims[0] % 64 == 0:
+        if ALL or dims[0] % 32 == 0:
             for chosen in options if ALL else [options[number % 4]]:
                 is_causal = number % 2 == 0
                 found.append(forward.Specialisation(*dims, is_causal, *chosen, tile, has_dropout=True))
@@ -102,7 +102,8 @@ def test_specialisation_has_no_spills_and_no_serialised_products(spec, tmp_path)
     binary = nvrtc.compile(spec.source)
     assert problems(binary.log) == []
     assert spec.shared_bytes <= SHARED_MEMORY
-    registers = int(re.search(r"Used (\d+) registers", binary.log)[1])
+    # Of the attention kernel; those that list masks or write random keys have fewer.
+    registers = max(int(count) for count in re.findall(r"Used (\d+) registers", binary.log))
     warpgroups = spec.tile.num_threads // 128
     # 64K registers for all threads of the one block that a multiprocessor holds.
     assert registers * spec.tile.num_threads <= 65536

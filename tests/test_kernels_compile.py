@@ -300,6 +300,10 @@ def test_a_product_sums_over_at_least_16():
                         assert tile.block_m >= 16
 
 
+# Kernels of the largest head_dim alone, where a family has them.
+WIDE = ("wide_forward", "wide_key", "wide_value")
+
+
 def test_every_family_has_every_row():
     assert tiles._TABLE.keys() == tiles.SHARED_MEMORY.keys()
     for sizes in tiles._TABLE.values():
@@ -309,7 +313,7 @@ def test_every_family_has_every_row():
                 assert tuple(rows[kernel]) == HEAD_DIMS
             for name, row in rows.items():
                 kernel, _, kind = name.partition(" ")
-                assert kernel in tiles.KERNELS and kind in ("", *KINDS)
+                assert kernel in (*tiles.KERNELS, *WIDE) and kind in ("", *KINDS, "split")
                 assert list(row) == sorted(row) and set(row) <= set(HEAD_DIMS)
 
 
@@ -319,7 +323,10 @@ def test_every_row_can_be_chosen():
         for itemsize in sizes:
             for kernel in tiles.KERNELS:
                 for padded in (16, 32, *HEAD_DIMS):
-                    chosen |= {id(tiles.choose(kernel, name, itemsize, padded, kind)) for kind in KINDS}
+                    chosen |= {id(tiles.choose(kernel, name, itemsize, padded, kind)) for kind in (*KINDS, "split")}
+            for kernel in WIDE:
+                if kernel in sizes[itemsize]:
+                    chosen.add(id(tiles.choose(kernel, name, itemsize, max(HEAD_DIMS))))
     assert {id(parameter.values[0]) for parameter in all_tiles()} <= chosen
 
 
