@@ -175,8 +175,8 @@ def _refusal(grad_out, query, key, value, bias, logsumexp, softmax_scale: float)
 
 
 def aligned(*tensors: torch.Tensor) -> bool:
-    """Are the addresses multiples of 16 bytes? The one thing about a call that its plan does not know."""
-    return not any(tensor.data_ptr() & 15 for tensor in tensors)
+    """Are these on a GPU, at multiples of 16 bytes? What a plan does not know of a call."""
+    return all(tensor.is_cuda and not tensor.data_ptr() & 15 for tensor in tensors)
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan

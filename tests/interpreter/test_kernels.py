@@ -27,7 +27,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
-from torch_flashbackend import ops, reference
+from torch_flashbackend import ops, plans, reference
 from torch_flashbackend.kernels.triton import attention, launch
 from torch_flashbackend.kernels.triton.tiles import Tile
 
@@ -958,11 +958,11 @@ def test_recent_plans_are_found_for_calls_like_theirs_alone(monkeypatch, kind):
 
 def test_calls_that_take_turns_find_their_plans(monkeypatch):
     """More of them than are recent: the dictionary has the others."""
-    monkeypatch.setattr(attention, "_MAX_RECENT", 3)
+    monkeypatch.setattr(plans, "MAX_RECENT", 3)
     calls = [sample(batch=1, heads=1, seqlen_q=length, dtype=SINGLE) for length in range(4, 7)]
     for call in calls * 3:
         run_and_check(call)
-    assert len(attention._plans) == 6 and len(attention._plans._recent) == 3
+    assert len(attention._plans) == 6 and len(attention._plans._recent._recent) == 3
 
 
 def test_launches_are_counted():
