@@ -37,9 +37,9 @@ def specialisations():
                 for chosen in options if ALL else [options[(number + is_causal) % 4]]:
                     columns = tile.value_columns(head_dim_v)
                     found.append(forward.Specialisation(head_dim, columns, is_causal, *chosen, tile))
-    # With a mask: every other head dimension above 128, where all that matters is the accumulator's size.
+    # With a mask: every other head dimension, since all that matters is the accumulator's size.
     for number, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
-        if ALL or head_dim <= 128 or head_dim % 32 == 0:
+        if ALL or head_dim % 32 == 0:
             for tile in tiles.masked_variants(head_dim, head_dim_v):
                 for chosen in options if ALL else [options[(number + 2) % 4]]:
                     found.append(forward.Specialisation(head_dim, head_dim_v, False, *chosen, tile, is_masked=True))
@@ -55,7 +55,7 @@ def specialisations():
     # With a float mask: every kind of it at the common head dimensions, one in turn at the others.
     for number, dims in enumerate(HEAD_DIMS):
         for kind, (tile, size, per_key) in enumerate(tiles.biased_variants(*dims)):
-            if ALL or dims in ((64, 64), (128, 128)) or (dims[0] % 32 == 0 and kind == number % 4):
+            if ALL or dims in ((64, 64), (128, 128)) or (dims[0] % 64 == 0 and kind == number // 4 % 4):
                 for chosen in options if ALL else [options[(number + kind) % 4]]:
                     found.append(forward.Specialisation(*dims, False, *chosen, tile, True, size, per_key))
     # With dropout, likewise.
