@@ -15,18 +15,17 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import cases
 from benchmarks.harness import Meter, Results, Run, environment
+from benchmarks.tune_cuda import kernel_times
 from benchmarks.tune_cuda_masks import LARGEST_DIFFERENCE
-from torch_flashbackend import driver, ops, reference
+from torch_flashbackend import ops, reference
 from torch_flashbackend.kernels.cuda import backward
 from torch_flashbackend.kernels.cuda.tiles import BackwardTile
 
@@ -58,32 +57,6 @@ def work() -> list[cases.Case]:
     small = [dataclasses.replace(case, head_dim=64, head_dim_v=64) for case in first]
     sizes = [case for case in listed if case.group == "mask_sizes" and case.seqlen_q >= 256]
     return first[:2] + dropped[:2] + first[2:] + small + dropped[2:] + sizes
-
-
-def parts_of(run: Any, names: tuple[str, ...], rounds: int = 5) -> dict[str, float]:
-    """Milliseconds of each kernel, by events around its launch; names: the kernels in their order."""
-    times: dict[str, list[float]] = {name: [] for name in names}
-    launch, events = driver.launch, []
-
-    def timed(*arguments: Any) -> None:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        launch(*arguments)
-        end.record()
-        events.append((begin, end))
-
-    driver.launch = timed
-    try:
-        for _ in range(rounds):
-            events.clear()
-            torch.cuda._sleep(400_000)  # lets the CPU run ahead
-            run()
-            torch.cuda.synchronize()
-            for name, (begin, end) in zip(names, events, strict=True):
-                times[name].append(begin.elapsed_time(end))
-    finally:
-        driver.launch = launch
-    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def measure(case: cases.Case, meter: Meter) -> tuple[dict[str, float], dict[str, float], dict[str, str]]:
@@ -128,7 +101,7 @@ def measure(case: cases.Case, meter: Meter) -> tuple[dict[str, float], dict[str,
             failed[name] = f"differs from Triton's result by {distance:.3g} of its norm"
             continue
         runs[name] = Run(run)
-        parts = parts or parts_of(run, plan.specialisation.entries)
+        parts = parts or kernel_times(run, plan.specialisation.entries, rounds=5)
     return meter.gpu_times(runs), parts, failed
 
 

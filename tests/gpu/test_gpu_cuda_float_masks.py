@@ -5,7 +5,6 @@ FLASHBACKEND_RANDOM_CALLS sets how many random calls are drawn (default 200 here
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -14,6 +13,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from test_gpu_cuda_masks import ALIGNED_LAYOUTS, hopper_ran, pytestmark
 from torch import Tensor
 
 from common import (
@@ -26,33 +26,12 @@ from common import (
     tensor_in_layout,
 )
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.cuda_only,
-    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (compute capability 9.0)"),
-]
+__all__ = ["hopper_ran", "pytestmark"]  # a fixture and the marks of this file too
+
 RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "200"))
 CHUNK = 20
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
-ALIGNED_LAYOUTS = ("bhsd", "bshd", "sbhd", "packed")
 HEAD_DIMS = [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)]
-
-
-@pytest.fixture
-def hopper_ran(plugin):
-    """A context manager: the block must launch the Hopper kernel, on the forced backend, and Triton's forward not."""
-    from torch_flashbackend import ops
-
-    @contextlib.contextmanager
-    def forced():
-        ops.reset_launch_counts()
-        with plugin.sdpa_backend("cuda"):
-            yield
-        counts = ops.launch_counts()
-        assert counts.get("flash_forward") and counts.get("flash_mask_lists"), counts
-        assert "attention_forward" not in counts and "attention_decode" not in counts, counts
-
-    return forced
 
 
 @pytest.fixture
