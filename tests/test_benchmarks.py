@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import io
+import itertools
 import json
 import math
 import statistics
@@ -115,9 +117,19 @@ def test_the_best_of_pytorchs_kernels_is_the_measure():
 # -------------------------------------------------------------------------------------------------------------- harness
 
 
-def test_rotations_give_every_contender_every_place():
-    orders = list(harness.rotations(["a", "b", "c"], 3))
-    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+@pytest.mark.parametrize("count", [2, 3, 5, 7])
+def test_each_contender_follows_every_other_one_as_often(count):
+    orders = list(harness.turns(list("abcdefg"[:count]), count * (count - 1)))
+    assert all(sorted(order) == list("abcdefg"[:count]) for order in orders)
+    followed = collections.Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(followed) == count * (count - 1) and len(set(followed.values())) == 1
+
+
+@pytest.mark.parametrize("count", [1, 4, 6])
+def test_turns_of_any_number_of_contenders_are_all_of_them_in_changing_order(count):
+    orders = list(harness.turns(list("abcdef"[:count]), 5))
+    assert all(sorted(order) == list("abcdef"[:count]) for order in orders)
+    assert len({tuple(order) for order in orders}) >= min(count, 4)
 
 
 def test_aa_report_flags_more_than_a_per_cent():
