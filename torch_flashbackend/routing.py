@@ -465,7 +465,11 @@ CUDA = Backend(
         Constraint(
             "packed",
             lambda p: not p.packed,
-            lambda p: "packed sequences of different lengths are not supported by the cuda backend",
+            # One operator serves both (varlen.py), which chooses between its kernels by what a Problem does not hold.
+            lambda p: (
+                "packed sequences are the triton backend's, whose operator runs the cuda backend's kernels where they "
+                "can compute the call"
+            ),
         ),
         Constraint(
             "dropout",
