@@ -22,6 +22,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import (  # noqa: E402
+    batch_invariance,
     cases,
     decode,
     encoder,
@@ -422,6 +423,8 @@ def grid_results(folder: Path) -> None:
          "computed_bytes": {"math": 2**43}},
     ]  # fmt: skip
     results_file(folder / "nvidia_h200_memory.json", "memory", rows)
+    row = {"label": "decode: B8", "cost": 1.25, "gpu_ms": {"default": 0.02, "plugin": 0.01, "invariant": 0.0125}}
+    results_file(folder / "nvidia_h200_batch_invariance.json", "batch_invariance", [row])
     row = {"label": "dense: backward", "cpu_us": states, "our_kernels_ran": {"sdpa_backend('triton')": True}}
     results_file(folder / "nvidia_h200_overhead.json", "overhead", [row])
 
@@ -441,7 +444,16 @@ def test_report_fills_the_readme_and_check_sees_stale_text(tmp_path, capsys):
     assert "1.20 times PyTorch's default (worst 1.20), 0.97 times the best of its peers" in text
     assert "22.0*" in text and "forward 0.90 times PyTorch's" in text
     assert "| Llama, eager | 20,000 | 25,000 | 1.25 | 41.0 | 40.0 |" in text
+    assert "| decode: B8 | 20 | 10 | 12.5 | 1.25 |" in text
     assert "| S = 8,192 | 0.50 | 1.00 | 32.0 |" in text and "| S = 131,072 | 8.00 | 16.00 | (8,192) |" in text
+
+
+def test_what_batch_invariance_costs(tmp_path):
+    path = tmp_path / "results.json"
+    assert batch_invariance.main(["--device", "cpu", "--smoke", "--only", "prefill", "--out", str(path)]) == 0
+    row = json.loads(path.read_text())["rows"][0]
+    assert row["cost"] == pytest.approx(row["gpu_ms"]["invariant"] / row["gpu_ms"]["plugin"], rel=1e-3)
+    assert row["our_kernels"] == {"plugin": {}, "invariant": {}}  # on a CPU calls stay PyTorch's
 
 
 def test_results_of_some_cases_do_not_take_the_place_of_all():
