@@ -190,7 +190,14 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
     if grad_out.stride(3) != 1:  # the gradient of a sum is expanded, say: no vector loads without a copy
         grad_out = grad_out.contiguous()
     mask = _mask_as_rank_4(attn_mask)
-    if backend == "cuda" and (mask is None or (mask.dtype == torch.bool and not is_causal)):
+    bias_gradient = None
+    if needs_mask and not is_causal and dropout_p == 0.0 and query.dtype != torch.float32:
+        bias_gradient = _bias_gradient(grad_out, query, key, value, mask, logsumexp, scale)
+    if (
+        backend == "cuda"
+        and (mask is None or not is_causal)
+        and (bias_gradient is not None if needs_mask else True)
+    ):
         deterministic = _torch.deterministic_enabled()
         fits = hopper.sums_fit(query, key) and hopper.extras_fit(query, value, mask, dropout_p, deterministic)
         at_a_time = (
@@ -202,21 +209,26 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
         if fits and hopper.suits(query, key, value, out):
             if grad_key is None or grad_value is None:
                 grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+            delta = None if bias_gradient is None else _torch.empty_float32(
+                query, logsumexp.shape[-3:], (logsumexp.stride(-3), logsumexp.stride(-2), 1)
+            )  # fmt: skip
             for first in range(0, query.size(0), at_a_time):
                 part = slice(None) if at_a_time == query.size(0) else slice(first, first + at_a_time)
                 plan = hopper.backward(
-                    grad_out[part], query[part], key[part], value[part], out[part], logsumexp[part], is_causal, scale,
+                    grad_out[part], query[part], key[part], value[part], out[part],
+                    logsumexp[part] if logsumexp.dim() == 3 else logsumexp[:, part], is_causal, scale,
                     None if grad_query is None else grad_query[part], grad_key[part], grad_value[part], deterministic,
                     mask if mask is None or mask.size(0) == 1 else mask[part], dropout_p, dropout_seed,
+                    *([] if delta is None else [delta[part]]),
                 )  # fmt: skip
+            grads = grad_query, grad_key if needs_key else None, grad_value if needs_value else None
+            if bias_gradient is not None:
+                return (*grads, bias_gradient(delta).view(attn_mask.shape))
             if at_a_time == query.size(0) and grad_out is tensors[0]:
                 repeat = hopper.Repeat(plan, (grad_query, grad_key, grad_value), output_mask)
                 hopper.recent.remember(kind, tensors, repeat)
-            return grad_query, grad_key if needs_key else None, grad_value if needs_value else None, None
+            return (*grads, None)
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
-    bias_gradient = None
-    if needs_mask and not is_causal and dropout_p == 0.0 and query.dtype != torch.float32:
-        bias_gradient = _bias_gradient(grad_out, query, key, value, mask, logsumexp, scale)
     grad_mask = _kernels().backward(
         grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
         grad_key, grad_value, needs_mask and bias_gradient is None, allow_tf32, bias_gradient,

@@ -704,12 +704,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
         give_work(params, shared,
                   [&](const Work& work) { load_queries(query_map, grad_out_map, work, params, shared, loaded); });
       else
-#if FLOAT_MASK
-        produce(query_map, key_map, value_map, grad_out_map, work_of(item_at(number, params), params), params, shared,
-                &mask_map);
-#else
         produce(query_map, key_map, value_map, grad_out_map, work_of(item_at(number, params), params), params, shared);
-#endif
     }
     if (threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) {
       uint32_t phase = 0;
@@ -719,6 +714,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     }
     if (PERSISTENT && threadIdx.x == 96)
       exchange_keys(key_map, value_map, grad_key_map, grad_value_map, params, shared);
+#if FLOAT_MASK
+    if (threadIdx.x == 96) load_values(mask_map, work_of(item_at(number, params), params), params, shared);
+#endif
   } else {
     registers_claim<CONSUMER_REGISTERS>();
     Progress progress;

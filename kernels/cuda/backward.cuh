@@ -332,18 +332,14 @@ __device__ __forceinline__ uint32_t kept_scores(uint32_t rows, const uint2& of_k
 #include "backward_bias.cuh"
 #endif
 
-// The loading warp. Shared: where the kernel keeps its tiles and barriers. mask_map: of a float mask.
+// The loading warp. Shared: where the kernel keeps its tiles and barriers.
 template <class Shared>
 __device__ __forceinline__ void produce(const TensorMap& query_map, const TensorMap& key_map,
                                         const TensorMap& value_map, const TensorMap& grad_out_map, const Work& work,
-                                        const BackwardParams& params, const Shared& shared,
-                                        [[maybe_unused]] const TensorMap* mask_map = nullptr) {
+                                        const BackwardParams& params, const Shared& shared) {
   Ring<Q_STAGES> q;
   Ring<DO_STAGES> d;
   bool first = true;
-#if FLOAT_MASK
-  Ring<MASK_STAGES> m;
-#endif
   for_each_tile(work, params, [&](int head, int tile, int number, [[maybe_unused]] int entry) {
     // In the order in which the consumers need them.
     if (first)
@@ -370,9 +366,6 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
     load_rows<BLOCK_M, HEAD_DIM_V>(grad_out_map, shared.grad_out + d.stage * DO_BYTES, shared.do_full(d.stage),
                                    work.query_row() + tile * BLOCK_M, head, work.batch);
     d.advance();
-#if FLOAT_MASK
-    if (entry_kind(entry) == VALUES) load_values(*mask_map, work, head, tile, params, shared, m);
-#endif
   });
 }
 
@@ -575,7 +568,7 @@ __device__ __forceinline__ void prepare_tile(const QueryTile& tile, int sums_shi
         float high = base_e[i] * 1.4426950408889634f;
         if (MASKED && high == -INFINITY_F) high = INFINITY_F;  // so have those that see no key
 #if FLOAT_MASK
-        const int64_t at = ((int64_t)batch * params.num_heads + head) * params.logsumexp_pitch + first_row + row;
+        const int64_t at = logsumexp - params.logsumexp + first_row + row;
         const float natural = base_e[i] == -INFINITY_F ? INFINITY_F : base_e[i];
         const float low = natural == INFINITY_F ? 0.0f : params.logsumexp_low[at] * LOG2E;
         // Where it is of the lowest number, which is -infinity in base 2, only keys that numbers are added to are seen.

@@ -1,10 +1,11 @@
 // FLOAT_MASK: the mask of query tiles whose scores it changes otherwise than by hiding some, in the backward. Part of
 // backward.cuh.
 //
-// A tile of MASK_ROWS queries and BLOCK_N keys comes by the copy engine into a ring of MASK_STAGES, in boxes of 64 keys,
-// after the queries and their gradients. Scores have keys as rows here, so that each warp reads its 16 keys transposed,
-// eight queries a matrix, where it will write dS of the same places. MASK_PER_KEY: the mask has one row for all queries;
-// a tile is that row, a box of it where the swizzle changes nothing, and a thread reads its two keys.
+// A tile of MASK_ROWS queries and BLOCK_N keys comes by the copy engine into a ring of MASK_STAGES, in boxes of 64 keys.
+// A warp of its own walks the list for it: the one for queries has no registers for more, nor should it wait for a place
+// for the mask. Scores have keys as rows, so that each warp of a consumer reads its 16 keys transposed, eight queries a
+// matrix. MASK_PER_KEY: the mask has one row for all queries; a tile is that row, its boxes where the swizzle changes
+// nothing, and a thread reads its two keys.
 #pragma once
 
 constexpr int MASK_BOX_BYTES = MASK_PER_KEY ? 1024 : MASK_ROWS * BOX_ROW_BYTES;
@@ -12,23 +13,29 @@ constexpr int VALUES_BYTES = BLOCK_N / BOX_COLUMNS * MASK_BOX_BYTES;
 constexpr int MASK_TILES = STEP_M / MASK_ROWS;  // of a part of a query tile
 static_assert(STEP_M % MASK_ROWS == 0 && MASK_ROWS % 16 == 0 && (!MASK_PER_KEY || MASK_ROWS == STEP_M));
 
-// The loading thread: the mask of a query tile, by `mask_map`, which has the dimensions that the mask does not repeat.
+// One thread: the mask of all query tiles of this kind, by `mask_map`, which has the dimensions that the mask does not
+// repeat.
 template <class Shared>
-__device__ __forceinline__ void load_values(const TensorMap& mask_map, const Work& work, int head, int tile,
-                                            const BackwardParams& params, const Shared& shared, Ring<MASK_STAGES>& m) {
-  const int mask_head = params.mask.plane_stride_head ? head : 0;
-  const int mask_batch = params.mask.plane_stride_batch ? work.batch : 0;
+__device__ __forceinline__ void load_values(const TensorMap& mask_map, const Work& work, const BackwardParams& params,
+                                            const Shared& shared) {
+  Ring<MASK_STAGES> m;
+  prefetch_map(mask_map);
+  for_each_tile(work, params, [&](int head, int tile, int, int entry) {
+    if (entry_kind(entry) != VALUES) return;
+    const int mask_head = params.mask.plane_stride_head ? head : 0;
+    const int mask_batch = params.mask.plane_stride_batch ? work.batch : 0;
 #pragma unroll 1
-  for (int row = tile * BLOCK_M; row < (tile + 1) * BLOCK_M; row += MASK_ROWS) {
-    barrier_wait(shared.values_empty(m.stage), m.phase ^ 1);
-    barrier_arrive_expect(shared.values_full(m.stage),
-                          BLOCK_N / BOX_COLUMNS * (MASK_PER_KEY ? 1 : MASK_ROWS) * BOX_ROW_BYTES);
+    for (int row = tile * BLOCK_M; row < (tile + 1) * BLOCK_M; row += MASK_ROWS) {
+      barrier_wait(shared.values_empty(m.stage), m.phase ^ 1);
+      barrier_arrive_expect(shared.values_full(m.stage),
+                            BLOCK_N / BOX_COLUMNS * (MASK_PER_KEY ? 1 : MASK_ROWS) * BOX_ROW_BYTES);
 #pragma unroll
-    for (int box = 0; box < BLOCK_N / BOX_COLUMNS; ++box)
-      load_box(mask_map, shared.values + m.stage * VALUES_BYTES + box * MASK_BOX_BYTES, shared.values_full(m.stage),
-               work.k_tile * BLOCK_N + box * BOX_COLUMNS, MASK_PER_KEY ? 0 : row, mask_head, mask_batch);
-    m.advance();
-  }
+      for (int box = 0; box < BLOCK_N / BOX_COLUMNS; ++box)
+        load_box(mask_map, shared.values + m.stage * VALUES_BYTES + box * MASK_BOX_BYTES, shared.values_full(m.stage),
+                 work.k_tile * BLOCK_N + box * BOX_COLUMNS, MASK_PER_KEY ? 0 : row, mask_head, mask_batch);
+      m.advance();
+    }
+  });
 }
 
 // The exponent of 2 of a score with a number of the mask added in natural units, in the forward's order: a score that a
