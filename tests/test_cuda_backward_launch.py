@@ -342,7 +342,7 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
 
     def fake(grad_out, query, key, value, out, lse, is_causal, scale, *grads_and_mode):
         called.append("cuda")
-        assert grads_and_mode[5:] == (options.get("dropout_p", 0.0), None)
+        assert grads_and_mode[5:] == (options.get("dropout_p", 0.0), None, None)
         assert grads_and_mode[4] is None or grads_and_mode[4].shape == (1, 1, 5, 5)
         assert grad_out.stride() == out.contiguous().stride()  # it was expanded: copied
         for grad in grads_and_mode[:3]:

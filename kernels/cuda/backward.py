@@ -358,13 +358,17 @@ def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> boo
 def batches_at_a_time(query, key, mask, dropout_p: float) -> int:
     """How many batches of a call with a mask may be computed at a time, so that it takes no more memory than PyTorch's.
 
-    PyTorch's kernel for masks has no float32 sums of the query's gradient, but at its peak as many bytes as the mask
-    has elements (measured), and keys and values repeated for the query heads that share them. 0 where the sums of a
-    single batch are more than that.
+    PyTorch's kernel for masks has at its peak as many bytes as a bool mask has elements beside what it has without one
+    (measured), and keys and values repeated for the query heads that share them. 0 where the sums of the query's
+    gradient of a single batch are more than that. A float mask it takes as it is; there it has float32 sums itself.
     """
     batch, heads, seqlen_q, head_dim = query.shape
     sums = 4 * heads * _round_up(seqlen_q, 128) * _round_up(head_dim, 16)
     in_memory = math.prod(size for size, stride in zip(mask.shape, mask.stride(), strict=True) if stride)
+    if mask.dtype != torch.bool:
+        # Bits, rows and entries of lists are a seventh of its elements at most.
+        most = min((4 * batch * heads * seqlen_q * head_dim - in_memory // 7) // sums, batch)
+        return math.ceil(batch / math.ceil(batch / most)) if most > 0 else 0
     repeated = 0 if heads == key.size(1) else 4 * key.size(2) * head_dim * heads * batch
     # An eighth of it is what the lists' own bits take.
     most = min((7 * in_memory // 8 + repeated) // sums, batch)
@@ -389,7 +393,7 @@ def _refusal(
     if not suits(query, key, value, out, grad_out):
         return "the copy engine cannot walk tensors with such strides"
     in_parts = mask is not None and mask.dtype != torch.bool
-    if logsumexp.dim() != 3 + in_parts:
+    if len(logsumexp.shape) != 3 + in_parts:
         return "the Hopper backward needs a logsumexp in two parts with a float mask, in one without"
     if logsumexp.dtype != torch.float32 or not (logsumexp[0] if in_parts else logsumexp).is_contiguous():
         return "the Hopper backward needs a contiguous float32 logsumexp"
