@@ -442,12 +442,12 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
 #endif
 #pragma unroll
         for (int i = 0; i < STEP_M / 2; i += 4) {
-        const float2 logsumexp = read_pair(statistics + 8 * i);
-        scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -logsumexp.x));
-        scores[i + 1] = exp2_approx(fmaf(scores[i + 1], scale_log2, -logsumexp.y));
-        scores[i + 2] = exp2_approx(fmaf(scores[i + 2], scale_log2, -logsumexp.x));
-        scores[i + 3] = exp2_approx(fmaf(scores[i + 3], scale_log2, -logsumexp.y));
-      }
+          const float2 logsumexp = read_pair(statistics + 8 * i);
+          scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -logsumexp.x));
+          scores[i + 1] = exp2_approx(fmaf(scores[i + 1], scale_log2, -logsumexp.y));
+          scores[i + 2] = exp2_approx(fmaf(scores[i + 2], scale_log2, -logsumexp.x));
+          scores[i + 3] = exp2_approx(fmaf(scores[i + 3], scale_log2, -logsumexp.y));
+        }
       uint32_t probabilities[STEP_M / 4];
 #if DROPOUT
       pack_some(probabilities, scores, read_word(kept));

@@ -77,8 +77,8 @@ constexpr int DO_BYTES = BLOCK_M * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 constexpr int DS_BYTES = BLOCK_M * BLOCK_N * 2;
-// Logsumexp in base 2 and -delta of each query; with DROPOUT its random key; with FLOAT_MASK the logsumexp once more, in
-// natural units, and what that lacks, in base 2.
+// Logsumexp in base 2 and -delta of each query; with DROPOUT its random key; with FLOAT_MASK the logsumexp once more,
+// in natural units, and what that lacks, in base 2.
 constexpr int STATISTICS = 2 + DROPOUT + 2 * FLOAT_MASK;
 constexpr int STATISTICS_BYTES = STATISTICS * BLOCK_M * 4;
 

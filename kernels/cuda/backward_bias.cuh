@@ -1,11 +1,11 @@
 // FLOAT_MASK: the mask of query tiles whose scores it changes otherwise than by hiding some, in the backward. Part of
 // backward.cuh.
 //
-// A tile of MASK_ROWS queries and BLOCK_N keys comes by the copy engine into a ring of MASK_STAGES, in boxes of 64 keys.
-// A warp of its own walks the list for it: the one for queries has no registers for more, nor should it wait for a place
-// for the mask. Scores have keys as rows, so that each warp of a consumer reads its 16 keys transposed, eight queries a
-// matrix. MASK_PER_KEY: the mask has one row for all queries; a tile is that row, its boxes where the swizzle changes
-// nothing, and a thread reads its two keys.
+// A tile of MASK_ROWS queries and BLOCK_N keys comes by the copy engine into a ring of MASK_STAGES, in boxes of 64
+// keys. A warp of its own walks the list for it: the one for queries has no registers for more, nor should it wait for
+// a place for the mask. Scores have keys as rows, so that each warp of a consumer reads its 16 keys transposed, eight
+// queries a matrix. MASK_PER_KEY: the mask has one row for all queries; a tile is that row, its boxes where the swizzle
+// changes nothing, and a thread reads its two keys.
 #pragma once
 
 constexpr int MASK_BOX_BYTES = MASK_PER_KEY ? 1024 : MASK_ROWS * BOX_ROW_BYTES;
@@ -45,8 +45,8 @@ __device__ __forceinline__ float exponent(float score, float added, float softma
   return added == -INFINITY_F ? -INFINITY_F : fmaf(natural - high, LOG2E, -low);
 }
 
-// The same of this thread's scores of queries 16 i to 16 i + 15 of a part. `pairs`: matrices as load_matrices_transposed
-// gives them. `statistics`: of the part's and this thread's queries.
+// The same of this thread's scores of queries 16 i to 16 i + 15 of a part. `pairs`: matrices as
+// load_matrices_transposed gives them. `statistics`: of the part's and this thread's queries.
 __device__ __forceinline__ void add_pairs(float (&scores)[STEP_M / 2], int i, const uint32_t (&pairs)[4],
                                           uint32_t statistics, float softmax_scale) {
 #pragma unroll
@@ -76,7 +76,8 @@ __device__ __forceinline__ void add_values(float (&scores)[STEP_M / 2], const Sh
     for (int i = 0; i < MASK_ROWS / 16; ++i) {
       uint32_t pairs[4];
       if constexpr (MASK_PER_KEY) {
-        const uint32_t row = values + first_key / BOX_COLUMNS * MASK_BOX_BYTES + (first_key % BOX_COLUMNS + lane / 4) * 2;
+        const uint32_t row =
+            values + first_key / BOX_COLUMNS * MASK_BOX_BYTES + (first_key % BOX_COLUMNS + lane / 4) * 2;
         pairs[0] = pairs[2] = read_half(row) * 0x10001;
         pairs[1] = pairs[3] = read_half(row + 16) * 0x10001;
       } else {

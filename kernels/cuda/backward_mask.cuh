@@ -133,8 +133,8 @@ extern "C" __global__ void __launch_bounds__(BITS_THREADS) flash_mask_bits(const
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(32 * LIST_WARPS) flash_mask_query_lists(
-    const __grid_constant__ BitsParams params) {
+extern "C" __global__ void
+    __launch_bounds__(32 * LIST_WARPS) flash_mask_query_lists(const __grid_constant__ BitsParams params) {
   const int lane = threadIdx.x % 32, number = blockIdx.x * LIST_WARPS + threadIdx.x / 32;
   if (number >= params.num_lists) return;
   const int k_tile = number % params.k_tiles;

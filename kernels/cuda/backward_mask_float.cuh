@@ -1,8 +1,8 @@
 // FLOAT_MASK: what tiles of a mask of 16-bit numbers hold, in the backward. Part of backward_mask.cuh.
 //
 // The lowest finite number hides a score only in a row that has a larger number somewhere (elsewhere probabilities are
-// uniform); as in bias_lists.cuh, "larger" is certain of a number above -2. A bit for each row of a tile says whether it
-// has one.
+// uniform); as in bias_lists.cuh, "larger" is certain of a number above -2. A bit for each row of a tile says whether
+// it has one.
 #pragma once
 
 constexpr uint32_t HIDDEN_NUMBER = IS_BF16 ? 0xFF80 : 0xFC00, LOWEST_NUMBER = IS_BF16 ? 0xFF7F : 0xFBFF;
