@@ -207,8 +207,8 @@ class QueryLists:
             raise KernelUnavailable(f"{lists * mask_q_tiles} tiles are more than 32 bits count")
         self._device = mask.device
         self._functions = functions
-        # One allocation of words: bits at its begin, which the copy engine reads by 16 bytes, lists, which rows have more
-        # than the lowest number, contents.
+        # One allocation of words: bits at its begin, which the copy engine reads by 16 bytes, lists, which rows have
+        # more than the lowest number, contents.
         self._lists_at = lists * mask_q_tiles * (tile.block_m * tile.block_n // 32)
         self._larger_at = self._lists_at + lists * (2 + q_tiles)
         has_lowest = mask.dtype != torch.bool
