@@ -69,17 +69,17 @@ def tensors(
     return on_device
 
 
-def run(listed, is_causal=True, scale=0.25, deterministic=False, mask=None, dropout_p=0.0, seed=None):
+def run(listed, is_causal=True, scale=0.25, deterministic=False, mask=None, dropout_p=0.0, seed=None, delta=None):
     query, key, value, out, lse, grad_out, grad_query, grad_key, grad_value = listed
     backward.backward(
         grad_out, query, key, value, out, lse, is_causal, scale, grad_query, grad_key, grad_value, deterministic, mask,
-        dropout_p, seed,
+        dropout_p, seed, delta,
     )  # fmt: skip
 
 
-def params_of(cuda, launch):
+def params_of(cuda, launch, num_maps=6):
     """(the addresses in the tensor maps of the main kernel, the parameters) of a launch."""
-    *maps, params = (ctypes.c_void_p * 7).from_address(cuda.launches[launch][3])
+    *maps, params = (ctypes.c_void_p * (num_maps + 1)).from_address(cuda.launches[launch][3])
     addresses = [ctypes.c_uint64.from_address(address).value for address in maps]
     size = ctypes.sizeof(backward.BackwardParams)
     return addresses, backward.BackwardParams.from_buffer_copy(ctypes.string_at(params, size))
@@ -279,6 +279,53 @@ def test_parameters_of_a_call_with_a_mask(cuda, monkeypatch, head_dim, determini
     assert params.mask.plane_stride_head == (1 if own[1] else 0)
 
 
+class Logsumexp(OnDevice):
+    """In two parts, each contiguous, of some batches of more."""
+
+    def __getitem__(self, index):
+        part = OnDevice(self._tensor[index], self._pointer)
+        part.is_contiguous = self._tensor[index].is_contiguous
+        return part
+
+
+@pytest.mark.parametrize("own", [(True, True, True), (False, True, True), (True, False, False), (False, False, False)])
+@pytest.mark.parametrize("head_dim", [72, 64, 128])
+def test_parameters_of_a_call_with_a_float_mask(cuda, monkeypatch, head_dim, own):
+    monkeypatch.setattr(masks, "_empty", lambda size, _: SimpleNamespace(data_ptr=lambda: LISTS, size=size))
+    made = []
+    of_maps = driver.TensorMaps
+    monkeypatch.setattr(driver, "TensorMaps", lambda *given: made.append(given) or of_maps(*given))
+    shape = [size if is_own else 1 for size, is_own in zip((2, 4, 300), own)]
+    mask = OnDevice(torch.empty(*shape, 504, dtype=torch.bfloat16, device="meta").expand(2, 4, 300, 504), 9 << 20)
+    listed = tensors(head_dim=head_dim, seqlen_k=504)
+    listed[4] = Logsumexp(torch.empty(2, 5, 4, 300, device="meta")[:, 1:3], 5 << 20)
+    delta = OnDevice(torch.empty(2, 4, 300, device="meta"), 11 << 20)
+    run(listed, is_causal=False, mask=mask, delta=delta)
+    defines = cuda.compiled[-1].defines
+    assert (defines["MASKED"], defines["FLOAT_MASK"], defines["PERSISTENT"]) == (1, 1, 0)
+    assert defines["MASK_PER_KEY"] == (not own[2])
+    block_m, planes = defines["BLOCK_M"], shape[0] * shape[1]
+    q_tiles, own_q_tiles = math.ceil(300 / block_m), math.ceil(shape[2] / block_m)
+    (address,) = (ctypes.c_void_p * 1).from_address(cuda.launches[0][3])
+    bits = masks.BitsParams.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(masks.BitsParams)))
+    assert bits.larger == bits.mask.lists + 4 * planes * 4 * (2 + q_tiles)
+    assert bits.contents == bits.larger + 4 * planes * 4 * own_q_tiles * block_m // 32
+    addresses, params = params_of(cuda, 3, 7)
+    assert addresses[6] == 9 << 20
+    # Of the mask's own rows and heads, as many as a tile has, or the one for all queries.
+    assert tuple(made[-7][1]) == (*shape, 504)
+    assert made[-7][3] == (defines["MASK_ROWS"] if own[2] else 1)
+    assert (params.logsumexp, params.logsumexp_low) == (5 << 20, (5 << 20) + 4 * 5 * 4 * 300)
+    assert (params.delta, params.logsumexp_pitch) == (11 << 20, 300)
+    # Four statistics of a query.
+    assert params.sums == MEMORY and params.statistics == listed[6].data_ptr()
+    listed[6] = None
+    run(listed, is_causal=False, mask=mask)
+    _, params = params_of(cuda, len(cuda.launches) - 1, 7)
+    assert params.delta is None
+    assert params.sums == MEMORY + 4 * 8 * q_tiles * 4 * block_m
+
+
 @pytest.mark.parametrize("dropout_p", [0.25, 1.0])
 def test_parameters_of_a_call_with_dropout(cuda, monkeypatch, dropout_p):
     monkeypatch.setattr(dropout, "_empty", lambda size, _: SimpleNamespace(data_ptr=lambda: TABLE, size=size))
@@ -302,6 +349,27 @@ def test_parameters_of_a_call_with_dropout(cuda, monkeypatch, dropout_p):
     assert params.softmax_scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
     # Three statistics of a query, beside the query's gradient, in which there is room for 32.
     assert params.statistics == listed[6].data_ptr()
+
+
+def test_float_masks_without_a_kernel(cuda):
+    bias = torch.empty(1, 1, 300, 504, dtype=torch.bfloat16, device="meta")
+    options = {"is_causal": False}
+    for mask, changed in (
+        (bias.float(), {}),  # not of query's type
+        (bias, {"deterministic": True}),
+        (bias, {"dropout_p": 0.5}),
+        (bias[..., :1], {}),
+        (bias.expand(1, 1, 300, 504)[..., :500].contiguous()[..., 1:], {}),
+        (bias, {"is_causal": True}),
+    ):
+        listed = tensors(head_dim=64, seqlen_k=mask.size(3) if mask.size(3) > 1 else 504)
+        listed[4] = Logsumexp(torch.empty(2, 2, 4, 300, device="meta"), 5 << 20)
+        with pytest.raises(KernelUnavailable):
+            run(listed, mask=OnDevice(mask, 9 << 20), **(options | changed))
+    listed = tensors(head_dim=64, seqlen_k=504)
+    with pytest.raises(KernelUnavailable, match="two parts"):
+        run(listed, mask=OnDevice(bias, 9 << 20), is_causal=False)
+    assert not cuda.launches and not cuda.compiled
 
 
 @pytest.mark.parametrize(
@@ -329,7 +397,11 @@ def test_strides_that_the_copy_engine_cannot_walk():
         ("triton", {}, "triton"),
         ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, "cuda"),
         ("cuda", {"attn_mask": torch.ones(5, 5, dtype=torch.bool)}, "cuda"),
-        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5)}, "triton"),
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 8)[..., :5]}, "cuda"),
+        ("cuda", {"attn_mask": torch.ones(5, 8)[:, :5]}, "cuda"),
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5)}, "triton"),  # rows do not begin at multiples of 16 bytes
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 8, dtype=torch.float16)[..., :5]}, "triton"),
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 8)[..., :5], "is_causal": True}, "triton"),
         ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool), "is_causal": True}, "triton"),
         ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool), "max_extras_head_dim": 8}, "triton"),
         ("cuda", {"dropout_p": 0.5}, "cuda"),
@@ -360,8 +432,10 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
     grad_out = torch.ones(()).expand_as(query)
     attn_mask, dropout_p = options.get("attn_mask"), options.get("dropout_p", 0.0)
     is_causal = options.get("is_causal", attn_mask is None)
+    is_float_mask = attn_mask is not None and attn_mask.dtype != torch.bool
+    logsumexp = torch.zeros(2, 1, 2, 5) if is_float_mask else torch.zeros(1, 2, 5)
     grads = ops._gradients_cuda(
-        grad_out, query, key, value, attn_mask, query.clone(), torch.zeros(1, 2, 5), None, dropout_p, is_causal, 0.25,
+        grad_out, query, key, value, attn_mask, query.clone(), logsumexp, None, dropout_p, is_causal, 0.25,
         (True, False, True, False), backend,
     )  # fmt: skip
     assert called == [ran]
@@ -393,6 +467,26 @@ def test_batches_at_a_time_take_no_more_memory_than_pytorchs_mask(shape, kv_head
     assert backward.batches_at_a_time(query, key, mask, dropout_p) == expected
     # What is expanded is one in memory.
     assert backward.batches_at_a_time(query, key, mask[:1].expand(mask_shape), dropout_p) <= expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask_shape", "expected"),
+    [
+        ((4, 16, 4096, 128), (4, 1, 4096, 4096), 2),  # three, but two and two are as many launches
+        ((4, 16, 4096, 128), (1, 16, 4096, 4096), 2),
+        ((4, 16, 4096, 128), (1, 1, 1, 4096), 2),
+        ((1, 16, 4096, 128), (1, 1, 4096, 4096), 0),
+        ((32, 1, 4096, 128), (1, 1, 4096, 4096), 16),
+        ((4, 16, 4096, 16), (4, 16, 4096, 4096), 0),  # its bits alone
+    ],
+    ids=str,
+)
+def test_batches_with_a_float_mask_leave_room_for_its_bits(shape, mask_shape, expected):
+    query = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    mask = torch.empty(mask_shape, dtype=torch.bfloat16, device="meta")
+    assert backward.batches_at_a_time(query, query, mask, 0.0) == expected
+    sums = 4 * math.prod(shape[1:])
+    assert expected * sums + math.prod(mask_shape) // 8 <= shape[0] * sums or expected == 0
 
 
 def test_a_backward_in_parts_fills_all_of_the_gradients(monkeypatch):
