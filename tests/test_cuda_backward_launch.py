@@ -69,11 +69,13 @@ def tensors(
     return on_device
 
 
-def run(listed, is_causal=True, scale=0.25, deterministic=False, mask=None, dropout_p=0.0, seed=None, delta=None):
+def run(
+    listed, is_causal=True, scale=0.25, deterministic=False, mask=None, dropout_p=0.0, seed=None, delta=None, made=None
+):  # fmt: skip
     query, key, value, out, lse, grad_out, grad_query, grad_key, grad_value = listed
     backward.backward(
         grad_out, query, key, value, out, lse, is_causal, scale, grad_query, grad_key, grad_value, deterministic, mask,
-        dropout_p, seed, delta,
+        dropout_p, seed, delta, made,
     )  # fmt: skip
 
 
@@ -279,6 +281,19 @@ def test_parameters_of_a_call_with_a_mask(cuda, monkeypatch, head_dim, determini
     assert params.mask.plane_stride_head == (1 if own[1] else 0)
 
 
+def test_calls_that_share_a_mask_share_its_lists(cuda, monkeypatch):
+    monkeypatch.setattr(masks, "_empty", lambda size, _: SimpleNamespace(data_ptr=lambda: LISTS, size=size))
+    mask = OnDevice(torch.empty(1, 1, 300, 500, dtype=torch.bool, device="meta"), 9 << 20)
+    made = []
+    for batch in (2, 1):
+        run(tensors(batch=batch), is_causal=False, mask=mask, made=made)
+    # Two kernels make them, three compute.
+    assert len(cuda.launches) == 5 + 3 and len(made) == 1
+    first, second = (params_of(cuda, launch)[1] for launch in (3, 6))
+    assert (first.mask.bits, first.mask.lists) == (second.mask.bits, second.mask.lists)
+    assert second.mask.bits == LISTS
+
+
 class Logsumexp(OnDevice):
     """In two parts, each contiguous, of some batches of more."""
 
@@ -414,7 +429,7 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
 
     def fake(grad_out, query, key, value, out, lse, is_causal, scale, *grads_and_mode):
         called.append("cuda")
-        assert grads_and_mode[5:] == (options.get("dropout_p", 0.0), None, None)
+        assert grads_and_mode[5:] == (options.get("dropout_p", 0.0), None, None, None)
         assert grads_and_mode[4] is None or grads_and_mode[4].shape == (1, 1, 5, 5)
         assert grad_out.stride() == out.contiguous().stride()  # it was expanded: copied
         for grad in grads_and_mode[:3]:
@@ -494,6 +509,7 @@ def test_a_backward_in_parts_fills_all_of_the_gradients(monkeypatch):
 
     def fake(grad_out, query, key, value, out, lse, is_causal, scale, *grads_and_mode):
         parts.append((query.size(0), grads_and_mode[4].shape))
+        assert grads_and_mode[8] is None  # each part has lists of its own
         for grad in grads_and_mode[:3]:
             grad.fill_(len(parts))
 

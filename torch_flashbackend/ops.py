@@ -214,6 +214,10 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
             all_of_them = (grad_out, query, key, value, out, grad_query, grad_key, grad_value, mask, delta)
             all_of_them = tuple(as_batches(tensor, batches) for tensor in all_of_them)
             lse = logsumexp if as_batches is _unchanged else logsumexp.view(2, batches, -1, logsumexp.size(3))
+            # A mask that all parts share is looked at once.
+            made: list | None = (
+                [] if at_a_time < batches and mask is not None and all_of_them[-2].size(0) == 1 else None
+            )
             for first in range(0, batches, at_a_time):
                 part = slice(None) if at_a_time == batches else slice(first, first + at_a_time)
                 *inputs, of_query, of_key, of_value, mask_part, delta_part = (
@@ -221,7 +225,7 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
                 )
                 plan = hopper.backward(
                     *inputs, lse[part] if lse.dim() == 3 else lse[:, part], is_causal, scale, of_query, of_key,
-                    of_value, deterministic, mask_part, dropout_p, dropout_seed, delta_part,
+                    of_value, deterministic, mask_part, dropout_p, dropout_seed, delta_part, made,
                 )  # fmt: skip
             grads = grad_query, grad_key if needs_key else None, grad_value if needs_value else None
             if bias_gradient is not None:

@@ -565,14 +565,15 @@ class Plan:
 
     def __call__(
         self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask=None, seed=None,
-        delta=None,
+        delta=None, made: list[masks.QueryListsMade] | None = None,
     ) -> None:  # fmt: skip
-        """Launch on the current stream of the tensors' device."""
+        """Launch on the current stream of the tensors' device. made: see `backward`."""
         index = self._device_index
         if driver.current_device() != index:
             with torch.cuda.device(index):
                 return self(
-                    query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed, delta
+                    query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed, delta,
+                    made,
                 )  # fmt: skip
         workspace = _allocate(query, self._workspace_floats)
         start, grad_out_pointer = workspace.data_ptr(), grad_out.data_ptr()
@@ -606,7 +607,9 @@ class Plan:
             start + 4 * self._sums_at, semaphores, counters,
         )  # fmt: skip
         if self._mask is not None:
-            lists = self._mask.make(mask, index, stream)
+            lists = made[0] if made else self._mask.make(mask, index, stream)
+            if made is not None and not made:
+                made.append(lists)
             params.mask.bits, params.mask.lists = lists.bits, lists.lists
         if self._mask_map is not None:
             params.logsumexp_low = logsumexp.data_ptr() + 4 * logsumexp.stride(0)
@@ -667,6 +670,7 @@ _plans: dict[tuple, Plan | KernelUnavailable] = {}
 def backward(
     grad_out, query, key, value, out, logsumexp, is_causal, softmax_scale, grad_query, grad_key, grad_value,
     deterministic, mask=None, dropout_p=0.0, dropout_seed=None, delta=None,
+    made: list[masks.QueryListsMade] | None = None,
 ) -> Plan:  # fmt: skip
     """Fill grad_query (unless None), grad_key and grad_value, of their tensors' shapes, the last dimension dense.
 
@@ -677,8 +681,9 @@ def backward(
     it. deterministic: bit by bit the same result for the same call. mask bool [B or 1, H or 1, seqlen_q or 1, seqlen_k
     or 1] with any strides or of query's dtype and ``forward.takes_mask``, not together with is_causal. dropout_seed
     int64 [1] where dropout_p is positive; out is that of the same dropout. Both where ``extras_fit``. delta, float32 of
-    logsumexp's shape in one part: to be filled with rowsum(grad_out * out), with a float mask alone. Raises
-    KernelUnavailable before any launch of the three kernels.
+    logsumexp's shape in one part: to be filled with rowsum(grad_out * out), with a float mask alone. made: a list,
+    empty in the first of some calls with the same mask and sizes but for the batch, which keeps the mask's lists for
+    the others. Raises KernelUnavailable before any launch of the three kernels.
     """
     tensors = query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value
     key_of_plan = (
@@ -698,7 +703,7 @@ def backward(
         _plans[key_of_plan] = found
     if isinstance(found, KernelUnavailable):
         raise KernelUnavailable(str(found))
-    found(*tensors, mask, dropout_seed, delta)
+    found(*tensors, mask, dropout_seed, delta, made)
     return found
 
 
