@@ -215,17 +215,17 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
             all_of_them = tuple(as_batches(tensor, batches) for tensor in all_of_them)
             lse = logsumexp if as_batches is _unchanged else logsumexp.view(2, batches, -1, logsumexp.size(3))
             # A mask that all parts share is looked at once.
-            made: list | None = (
-                [] if at_a_time < batches and mask is not None and all_of_them[-2].size(0) == 1 else None
-            )
+            options: dict[str, Any] = {"made": []} if at_a_time < batches and all_of_them[-2].size(0) == 1 else {}
             for first in range(0, batches, at_a_time):
                 part = slice(None) if at_a_time == batches else slice(first, first + at_a_time)
                 *inputs, of_query, of_key, of_value, mask_part, delta_part = (
                     tensor if tensor is None or tensor.size(0) == 1 else tensor[part] for tensor in all_of_them
                 )
+                if delta_part is not None:
+                    options["delta"] = delta_part
                 plan = hopper.backward(
                     *inputs, lse[part] if lse.dim() == 3 else lse[:, part], is_causal, scale, of_query, of_key,
-                    of_value, deterministic, mask_part, dropout_p, dropout_seed, delta_part, made,
+                    of_value, deterministic, mask_part, dropout_p, dropout_seed, **options,
                 )  # fmt: skip
             grads = grad_query, grad_key if needs_key else None, grad_value if needs_value else None
             if bias_gradient is not None:

@@ -572,7 +572,8 @@ __device__ __forceinline__ void prepare_tile(const QueryTile& tile, int sums_shi
         const float natural = base_e[i] == -INFINITY_F ? INFINITY_F : base_e[i];
         const float low = natural == INFINITY_F ? 0.0f : params.logsumexp_low[at] * LOG2E;
         // Where it is of the lowest number, which is -infinity in base 2, only keys that numbers are added to are seen.
-        high = fmaxf(fmaf(natural, LOG2E, low), -3e38f);
+        high = fmaf(natural, LOG2E, low);
+        if (high < -3e38f) high = -3e38f;
         statistics[2 * BLOCK_M + row] = natural;
         statistics[3 * BLOCK_M + row] = low;
         if (params.delta != nullptr && first_row + row < seqlen_q) params.delta[at] = delta;
