@@ -13,7 +13,7 @@ from hooked import sample
 from test_cuda_launch import OnDevice
 from test_nvrtc import FakeDriver, install_fake_driver
 
-from torch_flashbackend import driver, nvrtc, ops, precompile
+from torch_flashbackend import driver, nvrtc, ops, precompile, reference
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import backward, dropout, forward, masks, tiles
 from torch_flashbackend.plans import Recent
@@ -524,3 +524,49 @@ def test_a_backward_in_parts_fills_all_of_the_gradients(monkeypatch):
     assert parts == [(2, (2, 1, 5, 5)), (1, (1, 1, 5, 5))]
     for grad in grads[:3]:
         assert (grad[:2] == 1.0).all() and (grad[2:] == 2.0).all()
+
+
+@pytest.mark.parametrize("own_heads", [False, True])
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 3), (1, 6), (3, 2)])
+def test_a_float_mask_in_parts_gives_what_it_gives_at_once(monkeypatch, batch, kv_heads, own_heads):
+    """Of a single batch some heads; delta for the mask's gradient is filled by parts too."""
+    sizes, lists = [], []
+
+    def fake(
+        grad_out, query, key, value, out, lse, is_causal, scale, grad_query, grad_key, grad_value, deterministic, mask,
+        dropout_p, seed, delta, made=None,
+    ):  # fmt: skip
+        sizes.append(query.shape[:2])
+        lists.append(made)
+        found = reference.attention_backward(
+            grad_out, query, key, value, mask, 0.0, is_causal, scale, None, out, lse
+        )  # fmt: skip
+        for grad, like in zip((grad_query, grad_key, grad_value), found):
+            grad.copy_(like)
+        delta.copy_((grad_out * out).sum(-1))
+
+    monkeypatch.setattr(backward, "backward", fake)
+    monkeypatch.setattr(backward, "batches_at_a_time", lambda *_: 2)
+    monkeypatch.setattr(ops, "_hopper_backward", lambda: backward)
+    deltas = []
+
+    def gradient_of_bias(delta):
+        deltas.append(delta)
+        return torch.zeros_like(mask)
+
+    monkeypatch.setattr(ops, "_bias_gradient", lambda *_: gradient_of_bias)
+    query, key, value = (sample(batch, heads, 8, 16, seed=heads).detach() for heads in (6, kv_heads, kv_heads))
+    query, key, value = (tensor.bfloat16() for tensor in (query, key, value))
+    mask = torch.randn(1, 6 if own_heads else 1, 8, 8).bfloat16()
+    out, logsumexp = ops._attention_forward_math(query, key, value, mask, None, 0.0, False, 0.25, "query")
+    grad_out = torch.randn_like(query)
+    arguments = grad_out, query, key, value, mask, out, logsumexp, None, 0.0, False, 0.25
+    *grads, _ = ops._gradients_cuda(*arguments, (True, True, True, True), "cuda")
+    assert sum(size[0] for size in sizes) == (batch if batch > 1 else kv_heads)
+    assert all(size[1] == (6 if batch > 1 else 6 // kv_heads) for size in sizes)
+    # Parts that have the same mask share its lists.
+    assert all((made is lists[0]) and (made is not None) for made in lists) == (batch > 1 or not own_heads)
+    whole = reference.attention_backward(grad_out, query, key, value, mask, 0.0, False, 0.25, None, out, logsumexp)
+    for grad, wanted in zip(grads, whole):
+        torch.testing.assert_close(grad, wanted)
+    torch.testing.assert_close(deltas, [(grad_out * out).sum(-1).float()])
