@@ -211,15 +211,18 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
             if grad_key is None or grad_value is None:
                 grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
             delta = None if bias_gradient is None else torch.empty_like(logsumexp[0])
-            all_of_them = (grad_out, query, key, value, out, grad_query, grad_key, grad_value, mask, delta)
-            all_of_them = tuple(as_batches(tensor, batches) for tensor in all_of_them)
+            whole = [
+                as_batches(tensor, batches)
+                for tensor in (grad_out, query, key, value, out, grad_query, grad_key, grad_value, mask, delta)
+            ]
             lse = logsumexp if as_batches is _unchanged else logsumexp.view(2, batches, -1, logsumexp.size(3))
             # A mask that all parts share is looked at once.
-            options: dict[str, Any] = {"made": []} if at_a_time < batches and all_of_them[-2].size(0) == 1 else {}
+            shared = at_a_time < batches and whole[-2] is not None and whole[-2].size(0) == 1
+            options: dict[str, Any] = {"made": []} if shared else {}
             for first in range(0, batches, at_a_time):
                 part = slice(None) if at_a_time == batches else slice(first, first + at_a_time)
                 *inputs, of_query, of_key, of_value, mask_part, delta_part = (
-                    tensor if tensor is None or tensor.size(0) == 1 else tensor[part] for tensor in all_of_them
+                    tensor if tensor is None or tensor.size(0) == 1 else tensor[part] for tensor in whole
                 )
                 if delta_part is not None:
                     options["delta"] = delta_part
