@@ -274,7 +274,7 @@ def keys_are_wide(call: _Call, tensors) -> bool:
 
 def scores_are_stored(call: _Call) -> bool:
     """Of the calls whose keys are wide, those whose probabilities the kernels of backward_stored.py keep in memory."""
-    return _rows_of_a_sum(call.seqlen_k) == 0 and kv_heads_at_a_time(call, call.constants["HEAD_DIM"]) > 0
+    return _rows_of_a_sum(call.seqlen_k) == 0 and kv_heads_at_a_time(call) > 0
 
 
 def value_parts_of(call: _Call, tensors) -> int:
@@ -407,7 +407,7 @@ class _BackwardPlan:
         names = {"HAS_LOW": low is not None}
 
         tile = call.tile("backward_query")
-        grad_query_here = None if stored else grad_query
+        grad_query_here = None if stored else grad_query  # of stored probabilities a product like the others
         pointers = inputs | {"out": out, "logsumexp": logsumexp, "logsumexp_low": low, "grad_out": grad_out}
         pointers |= statistics | {"grad_query": grad_query_here}
         query_strides = strides | call.strides("ob oh om od", out)
@@ -430,14 +430,12 @@ class _BackwardPlan:
         self.key_value = None
         self.wide: tuple[Launch, ...] = ()
         self.stored = None
-        if wide:
+        if stored:
+            self.stored = StoredPlan(call, query, key, value, grad_out, statistics["statistics"], grad_query, grad_key,
+                                     grad_value, scalars)
+        elif wide:
             key_strides = call.strides("dkb dkh dkn dkd", grad_key)
             value_strides = call.strides("dvb dvh dvn dvd", grad_value)
-        if stored:
-            self.stored = StoredPlan(call, query, key, value, grad_out, statistics["statistics"],
-                                     (grad_query, grad_key, grad_value), query_strides | key_strides | value_strides,
-                                     scalars)
-        elif wide:
             pointers = {"query": query, "key": key, "value": value, "grad_out": grad_out, **statistics}
             self.wide = tuple(
                 self._wide_launch(call, kernel, pointers | {name: gradient}, strides | row_strides, scalars,

@@ -5,13 +5,13 @@ them again for every few columns of a result: 11 products, on tiles too small fo
 computes both once, rounded as every other kernel rounds them before their products, and three ordinary matrix products
 follow, whose tiles are as large as the tensor cores like:
 
-    attention_stored_scores   a tile of P and dS:      S = Q K^T    dP = dO V^T    P = exp(S - lse)    dS = P (dP - delta)
-    attention_stored_query    rows by columns of dQ:   dQ = scale dS K
-    attention_stored_key      rows by columns of dK (scale dS^T Q), and in a launch of its own of dV (P^T dO)
+    attention_stored_scores   a tile of P and of dS:  S = Q K^T   dP = dO V^T   P = exp(S - lse)   dS = P (dP - delta)
+    attention_stored_query    rows by columns of dQ:  dQ = scale dS K
+    attention_stored_key      rows by columns of dK:  dK = scale dS^T Q;   launched again for dV:  dV = P^T dO
 
-Memory: the tiles of a few heads at a time (``stored_plan.py``). They lie one after the other, rows of queries first, of a
-causal call without those that nobody sees, each STORED x STORED numbers without gaps: head, then row of tiles, then
-tile. No atomics, so every run gives the same bits.
+Memory: the tiles of a few heads at a time (``stored_plan.py``), STORED x STORED numbers without gaps each. They are in
+the order of heads, then queries, then keys; of a causal call those that nobody sees are left out. No atomics, so every
+run gives the same bits.
 
 For calls without mask and dropout whose tensors the copy engine can walk, equal head dimensions. May import triton and
 ``backward_wide.py``. Launched by ``stored_plan.py``, after ``backward.py``'s kernel has left the row statistics.

@@ -11,8 +11,8 @@ import torch
 
 from . import backward_stored as kernels
 
-# PyTorch's default takes three times a query's bytes beside its results at these head dimensions, which may not be
-# exceeded.
+# Bytes of P and dS over those of the query. PyTorch's default takes three times the query's bytes beside its results
+# (head_dim 512, H200), which may not be exceeded.
 SHARE_OF_QUERY = 2
 # So many programs for each multiprocessor that they end together; more heads at a time would only take memory.
 PROGRAMS = 8
@@ -32,77 +32,73 @@ def columns_of_a_program(head_dim: int) -> int:
     return 256 if head_dim > 384 else 128
 
 
-def kv_heads_at_a_time(call, head_dim: int) -> int:
-    """Of how many kv heads P and dS are in memory together; 0: not even those of one may be.
+def kv_heads_at_a_time(call) -> int:
+    """Of how many kv heads, of all batches, P and dS are in memory together; 0: not even those of one may be.
 
-    call: attention._Call. Counted over all batches.
+    call: ``attention._Call``.
     """
-    size = call.tile("stored_scores").block_m
+    size, head_dim = call.tile("stored_scores").block_m, call.constants["HEAD_DIM"]
     group = call.heads // call.kv_heads
     of_one = 2 * group * count_tiles(size, call.seqlen_q, call.seqlen_k, call.is_causal) * size**2
     allowed = SHARE_OF_QUERY * call.batch * call.heads * call.seqlen_q * head_dim // of_one
+    if allowed == 0:
+        return 0
     programs = math.ceil(call.seqlen_k / size) * math.ceil(head_dim / columns_of_a_program(head_dim))
     useful = math.ceil(PROGRAMS * call.multiprocessors / programs)
     every = call.batch * call.kv_heads
-    chunks = math.ceil(every / max(1, min(allowed, useful)))
-    return math.ceil(every / chunks) if allowed > 0 else 0
+    return math.ceil(every / math.ceil(every / min(allowed, useful)))
 
 
 class StoredPlan:
-    """The launches that fill grad_query, grad_key and grad_value after the row statistics are there."""
+    """The launches that fill grad_query (unless it is None), grad_key and grad_value."""
 
-    def __init__(self, call, query, key, value, grad_out, statistics, grads, strides, scalars):
-        """call: attention._Call; grads: (grad_query or None, grad_key, grad_value); strides of the two latter's rows
-        and grad_query's by the names of the kernels' arguments."""
-        head_dim = call.constants["HEAD_DIM"]
-        group = call.heads // call.kv_heads
-        every = call.batch * call.kv_heads
-        self._at_a_time = kv_heads_at_a_time(call, head_dim)
-        scores, rows, keys = (call.tile(name) for name in ("stored_scores", "stored_query", "stored_key"))
+    def __init__(self, call, query, key, value, grad_out, statistics, grad_query, grad_key, grad_value, scalars):
+        """call: ``attention._Call``; scalars: the kernels' arguments that are neither pointers nor strides."""
+        self._call, self._scalars = call, scalars
+        head_dim, group = call.constants["HEAD_DIM"], call.heads // call.kv_heads
+        scores, rows, keys = (call.tile(f"stored_{name}") for name in ("scores", "query", "key"))
         size = scores.block_m
-        assert size == scores.block_n == rows.block_m == keys.block_n, "the three kernels' tiles are the stored ones"
-        tiles_of_head = count_tiles(size, call.seqlen_q, call.seqlen_k, call.is_causal)
-        self._shape = 1, 1, self._at_a_time * group * tiles_of_head * size, size
+        assert size == scores.block_n == rows.block_m == keys.block_n, "all tiles are as long as the stored ones"
+        self._tiles = count_tiles(size, call.seqlen_q, call.seqlen_k, call.is_causal)
+        at_a_time = kv_heads_at_a_time(call)
+        self._shape = 1, 1, at_a_time * group * self._tiles * size, size
         self._dtype = call.dtype
-        stored = torch.empty(self._shape, dtype=call.dtype, device="meta")
-        grad_query, grad_key, grad_value = grads
-        columns = columns_of_a_program(head_dim)
+        stored = torch.empty(self._shape, dtype=call.dtype, device="meta")  # its type and sizes are what matters
+        inputs = {"query": query, "key": key, "value": value, "grad_out": grad_out}
+        planes = {"statistics": statistics, "probabilities_out": stored, "grad_scores_out": stored}
+        columns, depth = columns_of_a_program(head_dim), kernels.DEPTH.value
+        self._names = {"BOUND_KEYS": call.seqlen_k % size != 0, "BLOCK_C": columns}
         parts = math.ceil(head_dim / columns)
-        bounds = {"BOUND_KEYS": call.seqlen_k % size != 0, "BLOCK_C": columns}
-        depth = kernels.DEPTH.value
+        rows_of_head, keys_of_head = (math.ceil(length / size) * parts for length in (call.seqlen_q, call.seqlen_k))
+        products_of_keys = (query, grad_key, call.scale), (grad_out, grad_value, 1.0)
+        every = call.batch * call.kv_heads
         self.chunks = []
-        for first in range(0, every, self._at_a_time):
-            count = min(self._at_a_time, every - first)
-            numbers = scalars | {"first_head": ("i32", first * group), "tiles_of_head": ("i32", tiles_of_head)}
-
-            def launch(kernel, programs, tile, pointers, row_strides, streamed, numbers=numbers):
-                return call.launch(kernel, programs, tile, pointers, row_strides, {}, numbers, bounds, streamed)
-
-            chunk = [
-                launch(
-                    kernels.attention_stored_scores, count * group * tiles_of_head, scores,
-                    {"query": query, "key": key, "value": value, "grad_out": grad_out, "statistics": statistics,
-                     "probabilities_out": stored, "grad_scores_out": stored}, {},
-                    {"query": (size, depth), "key": (size, depth), "value": (size, depth),
-                     "grad_out": (size, depth)},
-                )
-            ]  # fmt: skip
-            programs = count * math.ceil(call.seqlen_k / size) * parts
-            maps = {"stored": (keys.block_m, size), "right": (keys.block_m, columns)}
-            for right, gradient, prefix in ((query, grad_key, "dk"), (grad_out, grad_value, "dv")):
-                steps = {f"stride_{name}": strides[f"stride_{prefix}{name}"] for name in "bhn"}
-                pointers = {"stored": stored, "right": right, "gradient": gradient}
-                if prefix == "dv":
-                    numbers = numbers | {"out_scale": ("fp32", 1.0)}
-                chunk.append(launch(kernels.attention_stored_key, programs, keys, pointers, steps, maps, numbers))
+        for first in range(0, every, at_a_time):
+            kv_heads = min(at_a_time, every - first)
+            heads = kv_heads * group
+            chunk = [self._launch(kernels.attention_stored_scores, heads * self._tiles, scores, inputs | planes, {},
+                                  dict.fromkeys(inputs, (size, depth)), first * group)]
+            for right, gradient, out_scale in products_of_keys:
+                chunk.append(self._launch(
+                    kernels.attention_stored_key, kv_heads * keys_of_head, keys,
+                    {"stored": stored, "right": right, "gradient": gradient}, call.strides("b h n d", gradient),
+                    {"stored": (keys.block_m, size), "right": (keys.block_m, columns)}, first * group, out_scale,
+                ))
             if grad_query is not None:
-                chunk.append(launch(
-                    kernels.attention_stored_query, count * group * math.ceil(call.seqlen_q / size) * parts, rows,
+                chunk.append(self._launch(
+                    kernels.attention_stored_query, heads * rows_of_head, rows,
                     {"grad_scores": stored, "key": key, "grad_query": grad_query},
-                    {f"stride_dq{name}": strides[f"stride_dq{name}"] for name in "bhm"},
-                    {"grad_scores": (size, rows.block_n), "key": (rows.block_n, columns)},
-                ))  # fmt: skip
+                    call.strides("dqb dqh dqm dqd", grad_query),
+                    {"grad_scores": (size, rows.block_n), "key": (rows.block_n, columns)}, first * group,
+                ))
             self.chunks.append(tuple(chunk))
+
+    def _launch(self, kernel, programs, tile, pointers, strides, streamed, first_head, out_scale=None):
+        scalars = self._scalars | {"first_head": ("i32", first_head), "tiles_of_head": ("i32", self._tiles)}
+        if out_scale is not None:
+            scalars["out_scale"] = ("fp32", out_scale)
+        strides = {name: stride for name, stride in strides.items() if name in kernel.arg_names}
+        return self._call.launch(kernel, programs, tile, pointers, strides, {}, scalars, self._names, streamed)
 
     @property
     def launches(self) -> list:
@@ -111,10 +107,7 @@ class StoredPlan:
 
     def allocate(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for P and dS of a few heads."""
-        probabilities, grad_scores = (
-            torch.empty(self._shape, dtype=self._dtype, device=query.device) for _ in range(2)
-        )
-        return probabilities, grad_scores
+        return tuple(torch.empty(self._shape, dtype=self._dtype, device=query.device) for _ in range(2))
 
     def __call__(self, query, key, value, grad_out, statistics, grad_query, grad_key, grad_value) -> None:
         """Arguments as in ``attention.backward``; statistics: what its kernel for queries has left."""

@@ -338,8 +338,8 @@ def test_gradients_of_wide_keys_alone(monkeypatch):
     call = wide_call("causal")
     grad_out = gradient_for(call)
     whole, none = run(call, grad_out), [torch.full_like(t, NAN) for t in (call.key, call.value)]
-    attention.backward(grad_out, call.query, call.key, call.value, None, whole.results["out"], whole.logsumexp, None,
-                       0.0, True, call.softmax_scale, None, *none, False, False)
+    before = grad_out, call.query, call.key, call.value, None, whole.results["out"], whole.logsumexp, None
+    attention.backward(*before, 0.0, True, call.softmax_scale, None, *none, False, False)
     for name, gradient in zip(("key", "value"), none):
         assert torch.equal(gradient, whole.results[name])
 
