@@ -514,7 +514,7 @@ class _BackwardPlan:
 
     @property
     def launches(self) -> list[Launch]:
-        """In the order in which they run."""
+        """In the order in which they run; of stored probabilities one of each kernel."""
         stored = [] if self.stored is None else self.stored.launches
         attention = [self.query, *stored, self.key_value, *self.wide, self.mask]
         attention = [launch for launch in attention if launch is not None]

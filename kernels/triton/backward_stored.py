@@ -67,6 +67,11 @@ def attention_stored_scores(
     batch = head_index // num_heads
     head = head_index % num_heads
     kv_head = head // group_size
+    rows = tl.arange(0, BLOCK_M)
+    # Rows past the end have a logsumexp of +infinity, hence zeros. Loaded before the loop, which hides the wait.
+    position = head_index.to(tl.int64) * padded_q + first_query + rows
+    high = tl.load(statistics + position)
+    delta = tl.load(statistics + plane + position)
     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for column in tl.range(0, HEAD_DIM, DEPTH):
@@ -76,12 +81,7 @@ def attention_stored_scores(
         grad_part = _piece(grad_out, batch, head, first_query, column, BLOCK_M, DEPTH)
         value_part = _piece(value, batch, kv_head, first_key, column, BLOCK_N, DEPTH)
         grad = tl.dot(grad_part, tl.trans(value_part), grad)
-    rows = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_N)
-    # Rows past the end have a logsumexp of +infinity, hence zeros here.
-    position = head_index.to(tl.int64) * padded_q + first_query + rows
-    high = tl.load(statistics + position)
-    delta = tl.load(statistics + plane + position)
     probabilities = tl.exp2(scores * scale - high[:, None])
     grad_scores = probabilities * (grad - delta[:, None])
     if CAUSAL or BOUND_KEYS:

@@ -27,9 +27,11 @@ def count_tiles(size: int, seqlen_q: int, seqlen_k: int, is_causal: bool) -> int
     return triangle * (triangle + 1) // 2 + (tiles_q - triangle) * tiles_k
 
 
-def columns_of_a_program(head_dim: int) -> int:
-    """Columns of a gradient's tile: 256, or 128 where that leaves fewer columns of padding."""
-    return 256 if head_dim > 384 else 128
+def columns_of_a_program(head_dim: int, tiles: int, multiprocessors: int) -> int:
+    """Columns of a gradient's tile where a launch has so many tiles of keys: 256, or 128 where that leaves less padding
+    or fewer multiprocessors without work.
+    """
+    return 256 if head_dim > 384 and tiles * math.ceil(head_dim / 256) >= multiprocessors else 128
 
 
 def kv_heads_at_a_time(call) -> int:
@@ -43,7 +45,7 @@ def kv_heads_at_a_time(call) -> int:
     allowed = SHARE_OF_QUERY * call.batch * call.heads * call.seqlen_q * head_dim // of_one
     if allowed == 0:
         return 0
-    programs = math.ceil(call.seqlen_k / size) * math.ceil(head_dim / columns_of_a_program(head_dim))
+    programs = math.ceil(call.seqlen_k / size) * math.ceil(head_dim / 256)
     useful = math.ceil(PROGRAMS * call.multiprocessors / programs)
     every = call.batch * call.kv_heads
     return math.ceil(every / math.ceil(every / min(allowed, useful)))
@@ -66,7 +68,9 @@ class StoredPlan:
         stored = torch.empty(self._shape, dtype=call.dtype, device="meta")  # its type and sizes are what matters
         inputs = {"query": query, "key": key, "value": value, "grad_out": grad_out}
         planes = {"statistics": statistics, "probabilities_out": stored, "grad_scores_out": stored}
-        columns, depth = columns_of_a_program(head_dim), kernels.DEPTH.value
+        tiles_k = math.ceil(call.seqlen_k / size)
+        columns = columns_of_a_program(head_dim, at_a_time * tiles_k, call.multiprocessors)
+        depth = kernels.DEPTH.value
         self._names = {"BOUND_KEYS": call.seqlen_k % size != 0, "BLOCK_C": columns}
         parts = math.ceil(head_dim / columns)
         rows_of_head, keys_of_head = (math.ceil(length / size) * parts for length in (call.seqlen_q, call.seqlen_k))
@@ -102,8 +106,9 @@ class StoredPlan:
 
     @property
     def launches(self) -> list:
-        """In the order in which they run."""
-        return [launch for chunk in self.chunks for launch in chunk]
+        """One of each kernel, in the order in which they run."""
+        scores, of_keys, _, *of_query = self.chunks[0]
+        return [scores, of_keys, *of_query]
 
     def allocate(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for P and dS of a few heads."""

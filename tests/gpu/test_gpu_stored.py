@@ -1,4 +1,4 @@
-"""Backward above head_dim 256: probabilities of a few heads in memory, or computed again where that would be too much."""
+"""Backward above head_dim 256: probabilities of a few heads in memory, or computed again where that is too much."""
 
 from __future__ import annotations
 
@@ -43,6 +43,15 @@ def test_stored_probabilities(check_call, stored_plan, monkeypatch, kind):
     monkeypatch.setattr(stored_plan, "kv_heads_at_a_time", lambda call: 1)
     check_call(long_call(kind))
     assert ops.launch_counts().keys() >= STORED
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_stored_probabilities_of_many_heads(check_call, stored_plan, causal):
+    """Enough tiles for the larger ones of the products, in several launches of which the last has fewer heads."""
+    call = simple_call(3, 35, 650, head_dim=512, is_causal=causal)
+    check_call(call)
+    counts = ops.launch_counts()
+    assert counts["attention_stored_query"] == 2 and counts["attention_stored_key"] == 4
 
 
 @pytest.mark.parametrize("kind", ["dense", "causal", "grouped", "odd"])
