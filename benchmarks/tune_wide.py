@@ -167,16 +167,16 @@ def run_whole(plan, of_query, grads):
 def stored_kernel(name, stored, of_query, grads):
     """A function that runs one kernel of ``backward_stored.py``, on all heads of a call."""
     query, key, value, *_, grad_out, statistics = of_query
-    probabilities, grad_scores = (tensor.normal_() for tensor in stored.allocate(query))
+    probabilities, grad_scores = stored.allocate(query).normal_().chunk(2, 2)
     number, tensors = {
-        "stored_scores": (0, (query, key, value, grad_out, statistics, probabilities, grad_scores)),
-        "stored_key": (1, (grad_scores, query, grads[1])),
-        "stored_query": (3, (grad_scores, key, grads[0])),
+        "stored_scores": (1, (query, key, value, grad_out, statistics, probabilities, grad_scores)),
+        "stored_key": (2, (grad_scores, query, grads[1])),
+        "stored_query": (4, (grad_scores, key, grads[0])),
     }[name]
 
     def run():
-        for chunk in stored.chunks:
-            chunk[number](*tensors)
+        for part in stored.parts:
+            part[number](*tensors)
 
     return run
 

@@ -9,9 +9,10 @@ follow, whose tiles are as large as the tensor cores like:
     attention_stored_query    rows by columns of dQ:  dQ = scale dS K
     attention_stored_key      rows by columns of dK:  dK = scale dS^T Q;   launched again for dV:  dV = P^T dO
 
-Memory: the tiles of a few heads at a time (``stored_plan.py``), STORED x STORED numbers without gaps each. They are in
-the order of heads, then queries, then keys; of a causal call those that nobody sees are left out. No atomics, so every
-run gives the same bits.
+Memory: the tiles of a few heads at a time, STORED x STORED numbers without gaps each. They are in the order of heads,
+then queries, then keys; of a causal call those that nobody sees are left out. No atomics, so every run gives the same
+bits. Where one head has too many, a region of them at a time (``stored_plan.Region``): some keys with all queries for
+dK and dV, then some queries with all keys for dQ, without P.
 
 For calls without mask and dropout whose tensors the copy engine can walk, equal head dimensions. May import triton and
 ``backward_wide.py``. Launched by ``stored_plan.py``, after ``backward.py``'s kernel has left the row statistics.
@@ -52,18 +53,22 @@ def _row_of_tile(tile, tiles_k, CAUSAL: tl.constexpr):
 @triton.jit
 def attention_stored_scores(
     query, key, value, grad_out, statistics, probabilities_out, grad_scores_out,
-    padded_q, plane, num_heads, group_size, seqlen_q, seqlen_k, scale, first_head, tiles_of_head,
+    padded_q, plane, num_heads, group_size, seqlen_q, seqlen_k, scale, first_head, first_tile, num_tiles, before, count,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-    BOUND_KEYS: tl.constexpr,
+    BOUND_KEYS: tl.constexpr, STORE_BOTH: tl.constexpr,
 ):
-    """One tile of P and of dS, both of the inputs' dtype, of the heads from first_head on."""
+    """One tile of P (STORE_BOTH) and of dS, both of the inputs' dtype, of the heads from first_head on.
+
+    num_tiles of keys from first_tile on; `count` tiles of each head, their numbers beginning with `before`.
+    """
     program = tl.program_id(0)
-    head_index = first_head + program // tiles_of_head
-    tile = program % tiles_of_head
-    tiles_k = tl.cdiv(seqlen_k, BLOCK_N)
-    row = _row_of_tile(tile, tiles_k, CAUSAL)
+    head_index = first_head + program // count
+    tile = before + program % count
+    row = _row_of_tile(tile, num_tiles, CAUSAL)
+    first_key = (first_tile + tile - _tiles_before(row, num_tiles, CAUSAL)) * BLOCK_N
+    if CAUSAL:
+        row += first_tile  # rows are counted from the first that sees any of these keys
     first_query = row * BLOCK_M
-    first_key = (tile - _tiles_before(row, tiles_k, CAUSAL)) * BLOCK_N
     batch = head_index // num_heads
     head = head_index % num_heads
     kv_head = head // group_size
@@ -93,44 +98,47 @@ def attention_stored_scores(
         grad_scores = tl.where(seen, grad_scores, 0.0)
     origin = program.to(tl.int64) * (BLOCK_M * BLOCK_N)
     offsets = rows[:, None] * BLOCK_N + columns[None, :]
-    dtype = probabilities_out.dtype.element_ty
-    tl.store(probabilities_out + origin + offsets, probabilities.to(dtype))
+    dtype = grad_scores_out.dtype.element_ty
+    if STORE_BOTH:
+        tl.store(probabilities_out + origin + offsets, probabilities.to(dtype))
     tl.store(grad_scores_out + origin + offsets, grad_scores.to(dtype))
 
 
 @triton.jit
 def attention_stored_query(
     grad_scores, key, grad_query,
-    stride_dqb, stride_dqh, stride_dqm,
-    num_heads, group_size, seqlen_q, seqlen_k, out_scale, first_head, tiles_of_head,
+    stride_b, stride_h, stride_m,
+    num_heads, group_size, seqlen_q, seqlen_k, out_scale, first_head, first_row, num_rows, before, count,
     HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):
     """BLOCK_M = STORED rows by BLOCK_C columns of grad_query, of the heads from first_head on; BLOCK_N keys at a time.
+
+    num_rows of tiles from first_row on; `count` and `before` as above, of all keys.
     """
     STORED: tl.constexpr = BLOCK_M
     PARTS: tl.constexpr = (HEAD_DIM + BLOCK_C - 1) // BLOCK_C
-    tiles_q = tl.cdiv(seqlen_q, BLOCK_M)
     tiles_k = tl.cdiv(seqlen_k, STORED)
     program = tl.program_id(0)
     first_column = program % PARTS * BLOCK_C
-    local_head = program // PARTS // tiles_q
-    row = program // PARTS % tiles_q
+    local_head = program // PARTS // num_rows
+    row = program // PARTS % num_rows
     if CAUSAL:
-        row = tiles_q - 1 - row  # longest first
+        row = num_rows - 1 - row  # longest first
+    row += first_row
     head_index = first_head + local_head
     batch = head_index // num_heads
     head = head_index % num_heads
     kv_head = head // group_size
     first_query = row * BLOCK_M
-    stored_row = (local_head * tiles_of_head + _tiles_before(row, tiles_k, CAUSAL)) * STORED
+    stored_row = (local_head * count + _tiles_before(row, tiles_k, CAUSAL) - before) * STORED
     STEPS: tl.constexpr = STORED // BLOCK_N
     last = tl.minimum(seqlen_k, first_query + BLOCK_M) if CAUSAL else seqlen_k
     total = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     for step in tl.range(0, tl.cdiv(last, BLOCK_N)):
         left = _piece(grad_scores, 0, 0, stored_row + step // STEPS * STORED, step % STEPS * BLOCK_N, BLOCK_M, BLOCK_N)
         total = tl.dot(left, _piece(key, batch, kv_head, step * BLOCK_N, first_column, BLOCK_N, BLOCK_C), total)
-    grad_query += batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
-    _store_half(grad_query, total * out_scale, first_query, tl.arange(0, BLOCK_M), first_column, stride_dqm, seqlen_q,
+    grad_query += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    _store_half(grad_query, total * out_scale, first_query, tl.arange(0, BLOCK_M), first_column, stride_m, seqlen_q,
                 BLOCK_C, HEAD_DIM)
 
 
@@ -138,32 +146,35 @@ def attention_stored_query(
 def attention_stored_key(
     stored, right, gradient,
     stride_b, stride_h, stride_n,
-    num_heads, group_size, seqlen_q, seqlen_k, out_scale, first_head, tiles_of_head,
+    num_heads, group_size, seqlen_q, seqlen_k, out_scale, first_head, first_tile, num_tiles, count,
     HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):
     """BLOCK_N = STORED rows by BLOCK_C columns of the gradient of keys or values, BLOCK_M queries at a time.
 
     gradient = out_scale * stored^T right, summed over the query heads of each kv head: dS and query, or P and grad_out.
+    num_tiles of keys from first_tile on; `count` as above, of all queries that see them.
     """
     STORED: tl.constexpr = BLOCK_N
     PARTS: tl.constexpr = (HEAD_DIM + BLOCK_C - 1) // BLOCK_C
-    tiles_k = tl.cdiv(seqlen_k, BLOCK_N)
     program = tl.program_id(0)
     first_column = program % PARTS * BLOCK_C
-    local_head = program // PARTS // tiles_k * group_size
-    tile = program // PARTS % tiles_k  # causal: the first tile is seen by the most queries, so this is longest first
+    local_head = program // PARTS // num_tiles * group_size
+    column = program // PARTS % num_tiles  # causal: the first tile is seen by the most queries, so it is longest first
+    tile = first_tile + column
     head_index = first_head + local_head
     batch = head_index // num_heads
     first_of_group = head_index % num_heads
     kv_head = first_of_group // group_size
     STEPS: tl.constexpr = STORED // BLOCK_M
+    first_row = first_tile if CAUSAL else 0
     first = tile * STEPS if CAUSAL else 0
     total = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     for member in range(group_size):
         head = first_of_group + member
-        before = (local_head + member) * tiles_of_head + tile
+        before = (local_head + member) * count + column
         for step in tl.range(first, tl.cdiv(seqlen_q, BLOCK_M)):
-            stored_row = (before + _tiles_before(step // STEPS, tiles_k, CAUSAL)) * STORED + step % STEPS * BLOCK_M
+            row = step // STEPS - first_row
+            stored_row = (before + _tiles_before(row, num_tiles, CAUSAL)) * STORED + step % STEPS * BLOCK_M
             left = _piece(stored, 0, 0, stored_row, 0, BLOCK_M, BLOCK_N)
             right_part = _piece(right, batch, head, step * BLOCK_M, first_column, BLOCK_M, BLOCK_C)
             total = tl.dot(tl.trans(left), right_part, total)

@@ -5,7 +5,9 @@ May import torch and this folder's device code. Used by ``attention.py``; the ke
 
 from __future__ import annotations
 
+import bisect
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -16,15 +18,69 @@ from . import backward_stored as kernels
 SHARE_OF_QUERY = 2
 # So many programs for each multiprocessor that they end together; more heads at a time would only take memory.
 PROGRAMS = 8
+# Strips of a head, where it is too large as a whole, occupy at least this share of the multiprocessors.
+SHARE_OF_GPU = 0.5
 
 
-def count_tiles(size: int, seqlen_q: int, seqlen_k: int, is_causal: bool) -> int:
-    """Stored tiles of one head, of `size` queries and keys: those that some query sees."""
-    tiles_q, tiles_k = math.ceil(seqlen_q / size), math.ceil(seqlen_k / size)
-    if not is_causal:
-        return tiles_q * tiles_k
-    triangle = min(tiles_q, tiles_k)
-    return triangle * (triangle + 1) // 2 + (tiles_q - triangle) * tiles_k
+class Region(NamedTuple):
+    """A rectangle of a head's tiles, of causal calls without those that no query sees. All counted in tiles."""
+
+    first_row: int
+    num_rows: int
+    first_tile: int  # of keys
+    num_tiles: int
+    before: int  # what the kernels' numbers of tiles begin with
+    count: int
+
+
+class Part(NamedTuple):
+    """What lies in memory together: a region of some kv heads, of all batches, and which gradients come from it."""
+
+    first_kv_head: int
+    kv_heads: int
+    region: Region
+    of_keys: bool
+    of_queries: bool
+
+
+class _Tiles:
+    """The stored tiles of a head of a call (``attention._Call``), `size` queries by as many keys each."""
+
+    def __init__(self, call):
+        self.size = call.tile("stored_scores").block_m
+        self.rows, self.columns = (math.ceil(length / self.size) for length in (call.seqlen_q, call.seqlen_k))
+        self.is_causal = call.is_causal
+
+    def before(self, row: int, width: int) -> int:
+        """Tiles in the rows of tiles before this one: ``backward_stored._tiles_before``."""
+        if not self.is_causal:
+            return row * width
+        triangle = min(row, width)
+        return triangle * (triangle + 1) // 2 + (row - triangle) * width
+
+    def of_keys(self, first: int, width: int) -> Region:
+        """Every query that sees these keys."""
+        first_row = min(first, self.rows) if self.is_causal else 0
+        num_rows = self.rows - first_row
+        return Region(first_row, num_rows, first, width, 0, self.before(num_rows, width))
+
+    def of_queries(self, first: int, rows: int) -> Region:
+        """Every key that these queries see."""
+        before = self.before(first, self.columns)
+        count = self.before(first + rows, self.columns) - before
+        return Region(first, rows, 0, self.columns, before, count)
+
+    def strips(self, region_of, length: int, most: int) -> list[Region]:
+        """The fewest regions of at most so many tiles, of `length` rows or columns together; [] if one has more."""
+        found, first = [], 0
+        while first < length:
+            sizes = range(1, length - first + 1)
+            taken = bisect.bisect_right(sizes, most, key=lambda size: region_of(first, size).count)
+            if taken == 0:
+                return []
+            found.append(region_of(first, taken))
+            first += taken
+        return found
 
 
 def columns_of_a_program(head_dim: int, tiles: int, multiprocessors: int) -> int:
@@ -34,21 +90,32 @@ def columns_of_a_program(head_dim: int, tiles: int, multiprocessors: int) -> int
     return 256 if head_dim > 384 and tiles * math.ceil(head_dim / 256) >= multiprocessors else 128
 
 
-def kv_heads_at_a_time(call) -> int:
-    """Of how many kv heads, of all batches, P and dS are in memory together; 0: not even those of one may be.
+def parts_of(call) -> list[Part]:
+    """What is kept in memory, one part after the other; nothing where it would be too much, or too little at a time.
 
-    call: ``attention._Call``.
+    As many heads as may be. Where not even one may be as a whole: strips of keys, then strips of queries without P,
+    which makes seven products of five.
     """
-    size, head_dim = call.tile("stored_scores").block_m, call.constants["HEAD_DIM"]
-    group = call.heads // call.kv_heads
-    of_one = 2 * group * count_tiles(size, call.seqlen_q, call.seqlen_k, call.is_causal) * size**2
-    allowed = SHARE_OF_QUERY * call.batch * call.heads * call.seqlen_q * head_dim // of_one
-    if allowed == 0:
-        return 0
-    programs = math.ceil(call.seqlen_k / size) * math.ceil(head_dim / 256)
-    useful = math.ceil(PROGRAMS * call.multiprocessors / programs)
-    every = call.batch * call.kv_heads
-    return math.ceil(every / math.ceil(every / min(allowed, useful)))
+    tiles, head_dim = _Tiles(call), call.constants["HEAD_DIM"]
+    group, every = call.heads // call.kv_heads, call.batch * call.kv_heads
+    most = SHARE_OF_QUERY * call.batch * call.heads * call.seqlen_q * head_dim // (2 * group * tiles.size**2)
+    whole = tiles.of_keys(0, tiles.columns)
+    allowed = most // whole.count
+    if allowed > 0:
+        useful = math.ceil(PROGRAMS * call.multiprocessors / (tiles.columns * math.ceil(head_dim / 256)))
+        at_a_time = math.ceil(every / math.ceil(every / min(allowed, useful)))
+        return [Part(first, min(at_a_time, every - first), whole, True, True) for first in range(0, every, at_a_time)]
+    occupied = SHARE_OF_GPU * call.multiprocessors
+    of_keys = tiles.strips(tiles.of_keys, tiles.columns, most)
+    of_queries = tiles.strips(tiles.of_queries, tiles.rows, 2 * most)
+    if not of_keys or not of_queries or of_keys[0].num_tiles * math.ceil(head_dim / 128) < occupied:
+        return []
+    return [
+        Part(kv_head, 1, region, keys, not keys)
+        for kv_head in range(every)
+        for keys, regions in ((True, of_keys), (False, of_queries))
+        for region in regions
+    ]
 
 
 class StoredPlan:
@@ -57,69 +124,87 @@ class StoredPlan:
     def __init__(self, call, query, key, value, grad_out, statistics, grad_query, grad_key, grad_value, scalars):
         """call: ``attention._Call``; scalars: the kernels' arguments that are neither pointers nor strides."""
         self._call, self._scalars = call, scalars
-        head_dim, group = call.constants["HEAD_DIM"], call.heads // call.kv_heads
-        scores, rows, keys = (call.tile(f"stored_{name}") for name in ("scores", "query", "key"))
+        self._group, self._head_dim = call.heads // call.kv_heads, call.constants["HEAD_DIM"]
+        self._tiles = [call.tile(f"stored_{name}") for name in ("scores", "query", "key")]
+        scores, rows, keys = self._tiles
         size = scores.block_m
         assert size == scores.block_n == rows.block_m == keys.block_n, "all tiles are as long as the stored ones"
-        self._tiles = count_tiles(size, call.seqlen_q, call.seqlen_k, call.is_causal)
-        at_a_time = kv_heads_at_a_time(call)
-        self._shape = 1, 1, at_a_time * group * self._tiles * size, size
-        self._dtype = call.dtype
-        stored = torch.empty(self._shape, dtype=call.dtype, device="meta")  # its type and sizes are what matters
+        parts = [part for part in parts_of(call) if part.of_keys or grad_query is not None]
+        self._rows = size * max(
+            math.ceil(part.kv_heads * self._group * part.region.count / (1 if part.of_keys else 2)) for part in parts
+        )
+        # Their types and sizes are what matters of these.
+        both = torch.empty((1, 1, 2 * self._rows, size), dtype=call.dtype, device="meta")
+        one = both[:, :, : self._rows]
         inputs = {"query": query, "key": key, "value": value, "grad_out": grad_out}
-        planes = {"statistics": statistics, "probabilities_out": stored, "grad_scores_out": stored}
-        tiles_k = math.ceil(call.seqlen_k / size)
-        columns = columns_of_a_program(head_dim, at_a_time * tiles_k, call.multiprocessors)
-        depth = kernels.DEPTH.value
-        self._names = {"BOUND_KEYS": call.seqlen_k % size != 0, "BLOCK_C": columns}
-        parts = math.ceil(head_dim / columns)
-        rows_of_head, keys_of_head = (math.ceil(length / size) * parts for length in (call.seqlen_q, call.seqlen_k))
-        products_of_keys = (query, grad_key, call.scale), (grad_out, grad_value, 1.0)
-        every = call.batch * call.kv_heads
-        self.chunks = []
-        for first in range(0, every, at_a_time):
-            kv_heads = min(at_a_time, every - first)
-            heads = kv_heads * group
-            chunk = [self._launch(kernels.attention_stored_scores, heads * self._tiles, scores, inputs | planes, {},
-                                  dict.fromkeys(inputs, (size, depth)), first * group)]
-            for right, gradient, out_scale in products_of_keys:
-                chunk.append(self._launch(
-                    kernels.attention_stored_key, kv_heads * keys_of_head, keys,
-                    {"stored": stored, "right": right, "gradient": gradient}, call.strides("b h n d", gradient),
-                    {"stored": (keys.block_m, size), "right": (keys.block_m, columns)}, first * group, out_scale,
-                ))
-            if grad_query is not None:
-                chunk.append(self._launch(
-                    kernels.attention_stored_query, heads * rows_of_head, rows,
-                    {"grad_scores": stored, "key": key, "grad_query": grad_query},
-                    call.strides("dqb dqh dqm dqd", grad_query),
-                    {"grad_scores": (size, rows.block_n), "key": (rows.block_n, columns)}, first * group,
-                ))
-            self.chunks.append(tuple(chunk))
+        self.parts = []
+        for part in parts:
+            stored = one if part.of_keys else both
+            planes = {"statistics": statistics, "probabilities_out": one if part.of_keys else None}
+            launches = [None] * 4
+            if part.region.count:
+                launches[0] = self._of_scores(part, inputs | planes | {"grad_scores_out": stored})
+            if part.of_keys:
+                launches[1] = self._of_keys(part, stored, query, grad_key, call.scale)
+                launches[2] = self._of_keys(part, stored, grad_out, grad_value, 1.0)
+            if part.of_queries and grad_query is not None:
+                launches[3] = self._of_queries(part, stored, key, grad_query)
+            self.parts.append((part, *launches))
 
-    def _launch(self, kernel, programs, tile, pointers, strides, streamed, first_head, out_scale=None):
-        scalars = self._scalars | {"first_head": ("i32", first_head), "tiles_of_head": ("i32", self._tiles)}
-        if out_scale is not None:
-            scalars["out_scale"] = ("fp32", out_scale)
+    def _of_scores(self, part, pointers):
+        tile = self._tiles[0]
+        programs = part.kv_heads * self._group * part.region.count
+        streamed = dict.fromkeys(("query", "key", "value", "grad_out"), (tile.block_m, kernels.DEPTH.value))
+        names = {"BOUND_KEYS": self._call.seqlen_k % tile.block_n != 0, "STORE_BOTH": part.of_keys}
+        return self._launch(kernels.attention_stored_scores, programs, part, tile, pointers, {}, streamed, names)
+
+    def _of_keys(self, part, stored, right, gradient, out_scale):
+        tile, tiles = self._tiles[2], part.kv_heads * part.region.num_tiles
+        columns = columns_of_a_program(self._head_dim, tiles, self._call.multiprocessors)
+        return self._launch(
+            kernels.attention_stored_key, tiles * math.ceil(self._head_dim / columns), part, tile,
+            {"stored": stored, "right": right, "gradient": gradient}, self._call.strides("b h n d", gradient),
+            {"stored": (tile.block_m, tile.block_n), "right": (tile.block_m, columns)}, {"BLOCK_C": columns},
+            {"out_scale": ("fp32", out_scale)},
+        )
+
+    def _of_queries(self, part, stored, key, gradient):
+        tile, tiles = self._tiles[1], part.kv_heads * self._group * part.region.num_rows
+        columns = columns_of_a_program(self._head_dim, tiles, self._call.multiprocessors)
+        return self._launch(
+            kernels.attention_stored_query, tiles * math.ceil(self._head_dim / columns), part, tile,
+            {"grad_scores": stored, "key": key, "grad_query": gradient}, self._call.strides("b h m d", gradient),
+            {"grad_scores": (tile.block_m, tile.block_n), "key": (tile.block_n, columns)}, {"BLOCK_C": columns},
+        )
+
+    def _launch(self, kernel, programs, part, tile, pointers, strides, streamed, names, scalars=None):
+        numbers = part.region._asdict() | {"first_head": part.first_kv_head * self._group}
+        numbers = {name: ("i32", number) for name, number in numbers.items()}
         strides = {name: stride for name, stride in strides.items() if name in kernel.arg_names}
-        return self._call.launch(kernel, programs, tile, pointers, strides, {}, scalars, self._names, streamed)
+        scalars = self._scalars | numbers | (scalars or {})
+        return self._call.launch(kernel, programs, tile, pointers, strides, {}, scalars, names, streamed)
 
     @property
     def launches(self) -> list:
-        """One of each kernel, in the order in which they run."""
-        scores, of_keys, _, *of_query = self.chunks[0]
-        return [scores, of_keys, *of_query]
+        """Those of one part of each kind, in the order in which they run."""
+        kinds = {part.of_keys: launches for part, *launches in reversed(self.parts)}
+        return [launch for launches in kinds.values() for launch in launches if launch is not None]
 
-    def allocate(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for P and dS of a few heads."""
-        return tuple(torch.empty(self._shape, dtype=self._dtype, device=query.device) for _ in range(2))
+    def allocate(self, query: torch.Tensor) -> torch.Tensor:
+        """Room for P and dS of a part, or for dS alone."""
+        size = self._tiles[0].block_m
+        return torch.empty((1, 1, 2 * self._rows, size), dtype=self._call.dtype, device=query.device)
 
     def __call__(self, query, key, value, grad_out, statistics, grad_query, grad_key, grad_value) -> None:
         """Arguments as in ``attention.backward``; statistics: what its kernel for queries has left."""
-        probabilities, grad_scores = self.allocate(query)
-        for scores, of_keys, of_values, *of_queries in self.chunks:
-            scores(query, key, value, grad_out, statistics, probabilities, grad_scores)
-            of_keys(grad_scores, query, grad_key)
-            of_values(probabilities, grad_out, grad_value)
-            for of_query in of_queries:
-                of_query(grad_scores, key, grad_query)
+        both = self.allocate(query)
+        probabilities, grad_scores = both[:, :, : self._rows], both[:, :, self._rows :]
+        for part, of_scores, of_keys, of_values, of_queries in self.parts:
+            left = grad_scores if part.of_keys else both
+            if of_scores is not None:
+                of_scores(query, key, value, grad_out, statistics, probabilities if part.of_keys else None, left)
+            if part.of_keys:
+                of_keys(left, query, grad_key)
+                of_values(probabilities, grad_out, grad_value)
+            if of_queries is not None:
+                of_queries(left, key, grad_query)

@@ -40,9 +40,19 @@ def long_call(kind: str):
 @pytest.mark.parametrize("kind", ["dense", "causal", "grouped", "odd", "narrow", "fewer keys", "more keys"])
 def test_stored_probabilities(check_call, stored_plan, monkeypatch, kind):
     """One kv head at a time, so that the same memory is used for one after the other."""
-    monkeypatch.setattr(stored_plan, "kv_heads_at_a_time", lambda call: 1)
+    monkeypatch.setattr(stored_plan, "PROGRAMS", 0.01)
     check_call(long_call(kind))
     assert ops.launch_counts().keys() >= STORED
+
+
+@pytest.mark.parametrize("kind", ["dense", "causal", "grouped", "odd", "fewer keys", "more keys"])
+def test_stored_probabilities_of_a_part_of_a_head(check_call, stored_plan, monkeypatch, kind):
+    """Strips of keys, then of queries, where the tiles of one head would take too much memory."""
+    monkeypatch.setattr(stored_plan, "SHARE_OF_QUERY", 0.45)
+    monkeypatch.setattr(stored_plan, "SHARE_OF_GPU", 0)
+    check_call(long_call(kind))
+    counts = ops.launch_counts()
+    assert counts["attention_stored_key"] > 2 * 2 * (2 if kind == "grouped" else 4)
 
 
 @pytest.mark.parametrize("causal", [False, True])

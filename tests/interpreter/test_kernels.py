@@ -322,11 +322,31 @@ def test_stored_probabilities_of_wide_heads(monkeypatch, kind):
         assert launch.launch_counts[name] - launched.get(name, 0) == times * chunks
 
 
+@WIDE_KINDS
+def test_stored_probabilities_of_a_part_of_a_head(monkeypatch, kind):
+    """Strips of keys, then strips of queries, where the tiles of one head would take too much memory."""
+    use_tiles(monkeypatch, 16, 16)
+    call = wide_call(kind, batch=2)
+    heads, seqlen_q, seqlen_k, head_dim = *call.query.shape[1:3], *call.key.shape[2:]
+    rows = math.ceil(seqlen_q / 16)
+    tiles = sum(min(row + 1, rows) if call.is_causal else math.ceil(seqlen_k / 16) for row in range(rows))
+    allowed = max((tiles - 1) // 2, rows) + 0.5
+    share = allowed * 2 * 16**2 * heads / call.key.size(1) / (2 * heads * seqlen_q * head_dim)
+    monkeypatch.setattr(stored_plan, "SHARE_OF_QUERY", share)
+    launched = launch.launch_counts.copy()
+    run_and_check(call)
+    launches = {name: launch.launch_counts[name] - launched.get(name, 0) for name in launch.launch_counts}
+    assert launches["attention_stored_key"] > 2 * 2 * call.key.size(1)
+    assert launches["attention_stored_query"] >= 2 * call.key.size(1)
+    parts = launches["attention_stored_key"] // 2 + launches["attention_stored_query"]
+    assert launches["attention_stored_scores"] in (parts, parts - 2 * call.key.size(1))  # no query sees the last keys
+
+
 @pytest.mark.parametrize(("at_a_time", "chunks"), [(1, 3), (2, 2), (3, 1)])
 def test_stored_probabilities_of_several_heads(monkeypatch, at_a_time, chunks):
     """Of all heads, or of as many as fill the GPU; the last launches have fewer."""
     use_tiles(monkeypatch, 16, 16)
-    monkeypatch.setattr(stored_plan, "kv_heads_at_a_time", lambda *_: at_a_time)
+    monkeypatch.setattr(stored_plan, "PROGRAMS", 1.5 * at_a_time)  # of 4 multiprocessors, for 6 programs a head
     launched = launch.launch_counts["attention_stored_scores"]
     run_and_check(sample(batch=1, heads=3, seqlen_q=40, seqlen_k=40, head_dim=264, dtype=HALF, is_causal=True))
     assert launch.launch_counts["attention_stored_scores"] == launched + chunks
