@@ -34,10 +34,11 @@ class Variant(NamedTuple):
     tile: Tile | None
     precision: str = ""
     programs: int = 0
+    columns: int = 0  # of a program of a stored kernel, where not as ``stored_plan`` would have it
 
 
-def variants(precision: str, *numbers: tuple[int, int, int, int]) -> list[Variant]:
-    return [Variant(Tile(*four), precision) for four in numbers]
+def variants(precision: str, *numbers: tuple[int, int, int, int], columns: int = 0) -> list[Variant]:
+    return [Variant(Tile(*four), precision, columns=columns) for four in numbers]
 
 
 # {(head_dim, kernel): variants}, each kernel's present choice first.
@@ -57,15 +58,17 @@ CANDIDATES = {
     (512, "wide_value"): variants("", (64, 64, 4, 1), (32, 128, 8, 2)),
     (512, "backward_query"): variants("", (64, 32, 8, 1)),
     (512, "stored_scores"): variants("", (128, 128, 8, 3), (128, 128, 8, 2)),
-    (512, "stored_key"): variants("", (64, 128, 8, 4), (64, 128, 8, 3), (128, 128, 8, 2), (32, 128, 8, 5)),
-    (512, "stored_query"): variants("", (128, 64, 8, 4), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 5)),
+    (512, "stored_key"): variants("", (64, 128, 8, 4), (64, 128, 8, 3), (128, 128, 8, 2))
+    + variants("", (64, 128, 8, 3), (64, 128, 4, 3), columns=128),
+    (512, "stored_query"): variants("", (128, 64, 8, 4), (128, 64, 8, 3), (128, 128, 8, 2))
+    + variants("", (128, 64, 8, 3), (128, 64, 4, 3), columns=128),
     (512, "backward"): [Variant(None, programs=programs) for programs in (8, 4, 2, 0)],
 }
 STORED = ("backward", "stored_scores", "stored_key", "stored_query")
 
 
 SPLIT_PRODUCTS = kernels._Call.split_products
-USUAL = stored_plan.PROGRAMS, stored_plan.SHARE_OF_QUERY
+USUAL = stored_plan.PROGRAMS, stored_plan.SHARE_OF_QUERY, stored_plan.columns_of_a_program
 
 
 class choices:
@@ -75,7 +78,9 @@ class choices:
         self.kernel, self.variant = kernel, variant
 
     def __enter__(self):
-        tile, precision, programs = self.variant
+        tile, precision, programs, columns = self.variant
+        if columns:
+            stored_plan.columns_of_a_program = lambda *_: columns
         if self.kernel == "backward":
             stored_plan.PROGRAMS = programs
         if self.kernel not in STORED or (self.kernel == "backward" and programs == 0):
@@ -86,7 +91,7 @@ class choices:
 
     def __exit__(self, *_):
         kernels.choose = tiles.choose
-        stored_plan.PROGRAMS, stored_plan.SHARE_OF_QUERY = USUAL
+        stored_plan.PROGRAMS, stored_plan.SHARE_OF_QUERY, stored_plan.columns_of_a_program = USUAL
         kernels._Call.split_products = SPLIT_PRODUCTS
 
 
@@ -96,12 +101,16 @@ class Problem(tune_triton.Problem):
     def __init__(self, kernel, head_dim, dtype, causal, seqlen):
         super().__init__(kernel, head_dim, seqlen, dtype, causal, "none")
 
+    @property
+    def batch(self):
+        return 1 if self.seqlen > 4096 else 4
+
     def candidates(self):
         return CANDIDATES[self.head_dim, self.kernel]
 
     def compile(self, variant, target):
         with choices(self.kernel, variant):
-            shape = (4, 16, self.seqlen) if self.kernel in STORED else (1, 2, 512)
+            shape = (self.batch, 16, self.seqlen) if self.kernel in STORED else (1, 2, 512)
             query = torch.empty(*shape, self.head_dim, dtype=self.dtype, device="meta")
             forward = self.kernel.endswith("forward")
             name = "attention_forward" if forward else f"attention_{self.kernel}"
@@ -110,7 +119,7 @@ class Problem(tune_triton.Problem):
 
     def allocate(self):
         query, key, value = (
-            torch.randn(4, 16, self.seqlen, self.head_dim, device="cuda", dtype=self.dtype) for _ in range(3)
+            torch.randn(self.batch, 16, self.seqlen, self.head_dim, device="cuda", dtype=self.dtype) for _ in range(3)
         )
         out, lse, scale = torch.empty_like(query), torch.empty(query.shape[:3], device="cuda"), self.head_dim**-0.5
         kernels._plans.clear()
@@ -189,7 +198,7 @@ class Default:
 
     def times(self, rounds, flush):
         """(forward, backward) in ms, the best of some rounds."""
-        shape = 4, 16, self.problem.seqlen, self.problem.head_dim
+        shape = self.problem.batch, 16, self.problem.seqlen, self.problem.head_dim
         leaves = [torch.randn(shape, device="cuda", dtype=self.problem.dtype, requires_grad=True) for _ in range(3)]
         grad = torch.randn(shape, device="cuda", dtype=self.problem.dtype)
         best = [float("inf")] * 2
@@ -246,7 +255,8 @@ def problems(only):
         listed += [Problem(kernel, 512, half, True, 4096) for kernel in names]
     if only in ("stored", "wide", "all"):
         listed += [Problem(kernel, 512, half, True, 4096) for kernel in STORED]
-        listed.append(Problem("backward", 512, half, False, 4096))
+        # Of the longer one a head's probabilities are too much memory: strips.
+        listed += [Problem("backward", 512, half, causal, length) for causal, length in ((False, 4096), (True, 16384))]
     return listed
 
 
@@ -269,16 +279,18 @@ def main():
         if time.time() - began > options.budget:
             not_measured.append(problem.name)
             continue
-        size = problem.head_dim, problem.causal
+        size = problem.head_dim, problem.causal, problem.seqlen
         if size not in defaults:
             defaults[size] = Default(problem).times(options.rounds, flush)
-            print(f"default D={size[0]} causal={size[1]}: forward, backward {defaults[size]} ms", flush=True)
+            print(
+                f"default D={size[0]} causal={size[1]} S={size[2]}: forward, backward {defaults[size]} ms", flush=True
+            )
         times, failed, flops = tune_triton.time_candidates(problem, options.rounds, flush)
         ranked = sorted(times.items(), key=lambda item: item[1])
         candidates = [{"variant": str(v), "ms": ms, "tflops": flops / ms / 1e9} for v, ms in ranked]
         failures = {str(variant): message for variant, message in failed.items()}
         for v, ms in ranked:
-            print(f"{problem.name}: {ms:8.3f} ms  {v.precision} {v.tile or v.programs}", flush=True)
+            print(f"{problem.name}: {ms:8.3f} ms  {v.precision} {v.tile or v.programs} {v.columns or ''}", flush=True)
         for variant, message in failures.items():
             print(f"{problem.name}: FAILED {variant} {message}", flush=True)
         default = defaults[size]

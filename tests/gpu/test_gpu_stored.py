@@ -48,7 +48,7 @@ def test_stored_probabilities(check_call, stored_plan, monkeypatch, kind):
 @pytest.mark.parametrize("kind", ["dense", "causal", "grouped", "odd", "fewer keys", "more keys"])
 def test_stored_probabilities_of_a_part_of_a_head(check_call, stored_plan, monkeypatch, kind):
     """Strips of keys, then of queries, where the tiles of one head would take too much memory."""
-    monkeypatch.setattr(stored_plan, "SHARE_OF_QUERY", 0.45)
+    monkeypatch.setattr(stored_plan, "SHARE_OF_QUERY", 0.15)
     monkeypatch.setattr(stored_plan, "SHARE_OF_GPU", 0)
     check_call(long_call(kind))
     counts = ops.launch_counts()
