@@ -314,6 +314,11 @@ def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
+def takes_head_dims(query, value) -> bool:
+    """Are there kernels for these head dimensions? The forward has them up to 512."""
+    return max(query.size(3), value.size(3)) <= MAX_HEAD_DIM
+
+
 def sums_fit(query: torch.Tensor, key: torch.Tensor) -> bool:
     """Are there few enough query rows for each key that adding them up in one accumulator is accurate?"""
     return query.size(2) * (query.size(1) // key.size(1)) <= MAX_SUM_ROWS

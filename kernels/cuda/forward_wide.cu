@@ -303,11 +303,10 @@ __device__ __forceinline__ void consume(const WideParams& params, const Shared& 
   for (int k = 0; k < HALF_DIM / 16; ++k)
     load_matrices(query[k],
                   chunk_address<BLOCK_M>(shared.stage(warpgroup, 0), 16 * warp + lane % 16, 2 * k + lane / 16));
-  __syncwarp();
-  release(0);
 
   barrier_wait(shared.full(warpgroup, 1), 0);
   issue_scores(other, 1);
+  release(0);  // the product has the query in registers
   wgmma_wait<0>();
   send_scores();
   issue_scores(warpgroup, 1);
