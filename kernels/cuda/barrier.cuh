@@ -62,11 +62,10 @@ __device__ __forceinline__ void named_arrive(int name, int threads) {
 // `sync` that tells all threads whether `x` is true in any of them.
 __device__ __forceinline__ bool named_any(int name, int threads, bool x) {
   uint32_t any;
-  asm volatile(
-      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
-      : "=r"(any)
-      : "r"(name), "r"(threads), "r"((uint32_t)x)
-      : "memory");
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
+               : "=r"(any)
+               : "r"(name), "r"(threads), "r"((uint32_t)x)
+               : "memory");
   return any;
 }
 // Arrives once `x`, which is never all ones, has been computed.

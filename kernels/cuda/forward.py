@@ -490,8 +490,8 @@ def forward(
     """Fill out [B, H, seqlen_q, Dv] (last dimension dense, other strides multiples of 8) and logsumexp unless None.
 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], ``aligned`` and ``walkable``;
-    float16 or bfloat16, all sizes positive, D and Dv multiples of 8 up to 256, or without mask and dropout the same up to
-    512, softmax_scale finite and positive.
+    float16 or bfloat16, all sizes positive, D and Dv multiples of 8 up to 256 (D = Dv up to 512 without mask and
+    dropout), softmax_scale finite and positive.
     logsumexp float32 [B, H, seqlen_q], contiguous, natural logarithm, -inf for a row that sees no key; with a float
     mask [2, B, H, seqlen_q], the second half being what rounding cut off the first. mask [B or 1, H or 1, seqlen_q or
     1, seqlen_k or 1], as ``takes_mask`` asks, not together with is_causal. dropout_seed int64 [1] where dropout_p > 0,

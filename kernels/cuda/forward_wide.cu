@@ -16,8 +16,8 @@
 //
 // The shift of a row (softmax.cuh) is the same in both warpgroups. The first tile gives it, with the maximum over both
 // halves; where it does not serve any more in either of them, both do the step again with new maxima (`restart`), from
-// scores that are still in registers. Keys are visited in ascending order: blocks of a head that begin together read the
-// same tiles at the same time, and the masked tiles of causal calls come last.
+// scores that are still in registers. Keys are visited in ascending order: blocks of a head that begin together read
+// the same tiles at the same time, and the masked tiles of causal calls come last.
 //
 // Who waits for whom. A loading thread waits for stages of its own ring, a warpgroup for its own ring and for the other
 // warpgroup at the same step, whose loads do not depend on this one's. A warpgroup holds two stages at most while it
@@ -26,10 +26,10 @@
 //   Named barrier 3: P[j] is written, and both have done product j - 1. So P needs two buffers: P[j + 1] goes where
 //   P[j - 1] was, after barrier 3 of step j.
 //
-// CLUSTER of two: two blocks have query tiles that follow each other, and each loads half of the key and value tiles for
-// both, so that these are read from L2 once. A stage is written once both blocks have released it, and full once both
-// halves have arrived: a block's own loading thread arrives on the barrier of each phase, so that no phase ends before it
-// expects the bytes, wherever they come from.
+// CLUSTER of two: two blocks have query tiles that follow each other, and each loads half of the key and value tiles
+// for both, so that these are read from L2 once. A stage is written once both blocks have released it, and full once
+// both halves have arrived: a block's own loading thread arrives on the barrier of each phase, so that no phase ends
+// before it expects the bytes, wherever they come from.
 //
 // Defined by the host (forward_wide.py): HALF_DIM (columns of a warpgroup, a multiple of 16 up to 256), STAGES, CLUSTER
 // (blocks), IS_CAUSAL, IS_BF16, WRITE_LSE.
@@ -108,7 +108,8 @@ __device__ __forceinline__ Tile tile_of_block(const WideParams& params) {
           ceil_div(visible, BLOCK_N)};
 }
 
-// Loads this block's share of the boxes of a tile that all blocks of a cluster need; with two, each has every other box.
+// Loads this block's share of the boxes of a tile that all blocks of a cluster need; with two, each has every other
+// box.
 __device__ __forceinline__ void load_shared(const TensorMap& map, uint32_t destination, uint32_t barrier, int row,
                                             int head, int batch, int first_column) {
   barrier_arrive_expect(barrier, STAGE_BYTES);
@@ -249,9 +250,9 @@ __device__ __forceinline__ void consume(const WideParams& params, const Shared& 
 #pragma unroll
     for (int group = 0; group < OWN_KEYS / 8; group += 2) {
       const uint32_t four[4] = {words[2 * group], words[2 * group + 1], words[2 * group + 2], words[2 * group + 3]};
-      store_matrices(chunk_address<BLOCK_M>(tile_address, 16 * warp + lane % 16,
-                                            warpgroup * (OWN_KEYS / 8) + group + lane / 16),
-                     four);
+      store_matrices(
+          chunk_address<BLOCK_M>(tile_address, 16 * warp + lane % 16, warpgroup * (OWN_KEYS / 8) + group + lane / 16),
+          four);
     }
   };
   // `Softmax::update` that leaves the scores as they are, for `restart`, and the sums to be added.
@@ -375,9 +376,11 @@ __device__ __forceinline__ void consume(const WideParams& params, const Shared& 
 #define CLUSTER_OF_BLOCKS
 #endif
 
-extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1)
-    flash_forward_wide(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
-                       const __grid_constant__ TensorMap value_map, const __grid_constant__ WideParams params) {
+extern "C" __global__ void CLUSTER_OF_BLOCKS
+    __launch_bounds__(THREADS, 1) flash_forward_wide(const __grid_constant__ TensorMap query_map,
+                                                     const __grid_constant__ TensorMap key_map,
+                                                     const __grid_constant__ TensorMap value_map,
+                                                     const __grid_constant__ WideParams params) {
   // The swizzle counts from multiples of 1024 bytes.
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
