@@ -121,9 +121,15 @@ __device__ __forceinline__ void load_shared(const TensorMap& map, uint32_t desti
   }
 }
 
-__device__ __forceinline__ void produce(const TensorMap& query_map, const TensorMap& key_map,
-                                        const TensorMap& value_map, const WideParams& params, const Shared& shared,
-                                        int warpgroup) {
+__device__ __forceinline__ void load_query(const TensorMap& map, const WideParams& params, const Shared& shared,
+                                           int warpgroup) {
+  const Tile tile = tile_of_block(params);
+  load_rows<BLOCK_M, HALF_DIM>(map, shared.stage(warpgroup, 0), shared.full(warpgroup, 0), tile.first_row, tile.head,
+                               tile.batch, warpgroup * HALF_DIM);
+}
+
+__device__ __forceinline__ void produce(const TensorMap& key_map, const TensorMap& value_map, const WideParams& params,
+                                        const Shared& shared, int warpgroup) {
   const Tile tile = tile_of_block(params);
   const int kv_head = tile.head / (params.num_heads / params.num_kv_heads);
   const int first_column = warpgroup * HALF_DIM;
@@ -138,9 +144,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
       load_shared(map, stage, full, row, kv_head, tile.batch, first_column);
     ring.advance();
   };
-  load_rows<BLOCK_M, HALF_DIM>(query_map, shared.stage(warpgroup, 0), shared.full(warpgroup, 0), tile.first_row,
-                               tile.head, tile.batch, first_column);
-  ring.advance();
+  ring.advance();  // the query
   load(key_map, 0);
 #pragma unroll 1
   for (int row = BLOCK_N; row < tile.key_tiles * BLOCK_N; row += BLOCK_N) {
@@ -398,15 +402,20 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS
     barrier_init_fence();
   }
   __syncthreads();
-  if (CLUSTER > 1) cluster_sync();
-
   const int warpgroup = uniform(threadIdx.x / 128);
+  if (CLUSTER > 1) cluster_arrive();
+  // After the wait blocks may load for each other, and arrive at each other's barriers.
   if (warpgroup == 2) {
     registers_release<PRODUCER_REGISTERS>();
-    const int thread = threadIdx.x % 128;
-    if (thread % 32 == 0 && thread < 64) produce(query_map, key_map, value_map, params, shared, thread / 32);
+    const int warp = threadIdx.x % 128 / 32;
+    const bool loads = warp < 2 && threadIdx.x % 32 == 0;
+    if (loads) load_query(query_map, params, shared, warp);
+    __syncwarp();
+    if (CLUSTER > 1) cluster_wait();
+    if (loads) produce(key_map, value_map, params, shared, warp);
   } else {
     registers_claim<CONSUMER_REGISTERS>();
+    if (CLUSTER > 1) cluster_wait();
     consume(params, shared, warpgroup);
   }
   // No block ends while others still say to it that a stage is empty.
