@@ -176,7 +176,7 @@ def test_what_it_refuses(cuda):  # noqa: F811
 def test_gradients_are_tritons():
     for head_dim, taken in ((256, True), (264, False), (512, False)):
         query = torch.empty(1, 1, 64, head_dim, device="meta")
-        assert backward.takes_head_dims(query, query) is taken
+        assert backward.extras_fit(query, query, None, 0.0, False) is taken
 
 
 def test_warmup(monkeypatch):

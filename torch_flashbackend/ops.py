@@ -192,8 +192,7 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
     mask = _mask_as_rank_4(attn_mask)
     if backend == "cuda" and (mask is None or (mask.dtype == torch.bool and not is_causal)):
         deterministic = _torch.deterministic_enabled()
-        fits = hopper.takes_head_dims(query, value) and hopper.sums_fit(query, key)
-        fits = fits and hopper.extras_fit(query, value, mask, dropout_p, deterministic)
+        fits = hopper.sums_fit(query, key) and hopper.extras_fit(query, value, mask, dropout_p, deterministic)
         at_a_time = (
             hopper.batches_at_a_time(query, key, mask, dropout_p) if fits and mask is not None else query.size(0)
         )

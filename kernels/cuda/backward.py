@@ -314,21 +314,19 @@ def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def takes_head_dims(query, value) -> bool:
-    """Are there kernels for these head dimensions? The forward has them up to 512."""
-    return max(query.size(3), value.size(3)) <= MAX_HEAD_DIM
-
-
 def sums_fit(query: torch.Tensor, key: torch.Tensor) -> bool:
     """Are there few enough query rows for each key that adding them up in one accumulator is accurate?"""
     return query.size(2) * (query.size(1) // key.size(1)) <= MAX_SUM_ROWS
 
 
 def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> bool:
-    """Is there a kernel for the call's mask and dropout, if it has any?"""
-    if mask is None and dropout_p == 0.0:
-        return True
+    """Is there a kernel for the call's head dimensions, with its mask and dropout if it has any?
+
+    The forward has one for larger head dimensions.
+    """
     largest = max(query.size(3), value.size(3))
+    if mask is None and dropout_p == 0.0:
+        return largest <= MAX_HEAD_DIM
     if deterministic and mask is not None:
         # A mask's lists and the order of blocks together are more than the storing threads have registers for, unless
         # the consumers have some to spare; and dropout leaves them none.
