@@ -3,8 +3,7 @@
 May import `_torch.py`, decisions.py, packed.py and reference.py at the top, ops.py when a call is taken. Imported by
 override.py.
 
-Calls that never pass F.scaled_dot_product_attention's AutogradCUDA kernel arrive here: tensors made in inference mode,
-nested tensors, vmap, context parallel, programs compiled while the plugin was off, and who calls
+Calls that never pass F.scaled_dot_product_attention itself, or not as one call, arrive here: nested tensors, vmap, context parallel, programs compiled while the plugin was off, and who calls
 torch.ops.aten._scaled_dot_product_flash_attention by name. PyTorch's autograd, fake tensors, DTensor and functorch keep
 working around the operators, so each one must be answered exactly as its schema and its meta function say
 (torch/_meta_registrations.py): shapes, strides, dtypes, padding, and the outputs that are no tensor.
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from . import _torch, decisions, packed, reference
 
-__all__ = ["BACKWARDS", "FORWARDS", "KernelHook"]
+__all__ = ["BACKEND_SELECT", "BACKWARDS", "FORWARDS", "KernelHook", "of_plain_tensors"]
 
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
@@ -119,7 +118,7 @@ class KernelHook:
         if self._key_of(op) == BACKEND_SELECT:
             if stock is not None:
                 self._keep_straight_way(op)
-            self._library.impl(op, _of_plain_tensors(op, hook, self.key), BACKEND_SELECT, with_keyset=True)
+            self._library.impl(op, of_plain_tensors(op, hook, self.key), BACKEND_SELECT, with_keyset=True)
             return
         with warnings.catch_warnings():
             # torch says so when a kernel of C++ is overridden, which is what we are here for.
@@ -147,7 +146,7 @@ class KernelHook:
                 self._hook(backward)
 
 
-def _of_plain_tensors(op: str, hook: Callable[..., Any], key: str) -> Callable[..., Any]:
+def of_plain_tensors(op: str, hook: Callable[..., Any], key: str) -> Callable[..., Any]:
     """What stands at BackendSelect: `hook` for dense tensors of the backend `key`, PyTorch's next kernel for others.
 
     Fake, meta, nested and sparse tensors pass BackendSelect too.
