@@ -107,6 +107,12 @@ def guarded(condition: Any) -> bool:
 functorch_active = torch._C._are_functorch_transforms_active
 """Half of `transforms_active`, 25 ns; forward_ad._current_level is the other half. Breaks as said there."""
 
+function_modes = torch._C._len_torch_function_stack
+"""How many TorchFunctionModes are active. If it goes: replace it by `lambda: 1`, which is right and slower."""
+
+any_autocast = torch._C._is_any_autocast_enabled
+"""Is autocast on for some type of device? If it goes: likewise."""
+
 profiler_enabled = torch.autograd._profiler_enabled
 """Is the profiler on in this thread? If it goes: `lambda: True`, and calls left to stock cost some µs more."""
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -591,18 +591,33 @@ class HopperRun:
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `run`."""
-        ready = self._ready
-        if (
-            return_lse
-            or (attn_mask is not None and not self._takes_mask(attn_mask, is_causal))
-            or dropout_p != 0.0
-            or not _torch.unobserved(query)
-            or (ready is None and (query.numel() == 0 or key.numel() == 0))
-        ):
+        if return_lse or not _torch.unobserved(query):
             return run(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, backend="cuda",
                 return_lse=return_lse,
             )  # fmt: skip
+        return self.unobserved(query, key, value, attn_mask, dropout_p, is_causal, scale, layout)
+
+    def unobserved(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        layout: str,
+    ) -> Tensor:
+        """The same without `return_lse`, for a caller who knows the tensors to be `_torch.unobserved`."""
+        ready = self._ready
+        if (
+            dropout_p != 0.0
+            or (attn_mask is not None and not self._takes_mask(attn_mask, is_causal))
+            or (ready is None and (query.numel() == 0 or key.numel() == 0))
+        ):
+            result = run(query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, backend="cuda")
+            return cast(Tensor, result)
         if ready is None or ready.scale != scale:
             ready = self._ready = self._prepare(query, key, value, attn_mask, is_causal, scale, layout)
         if attn_mask is None:

@@ -329,7 +329,11 @@ def make_call_hook(
         entry.decision.calls += 1
         if entry.taken:
             try:
-                if entry.run is not None:
+                if known and entry.unobserved is not None and not profiler_enabled():
+                    out = entry.unobserved(
+                        query, key, value, attn_mask, dropout_p, is_causal, scale, entry.decision.layout
+                    )
+                elif entry.run is not None:
                     out = entry.run(
                         query, key, value, attn_mask, dropout_p, is_causal, scale, layout=entry.decision.layout
                     )
