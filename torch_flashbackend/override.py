@@ -5,7 +5,7 @@ kernels are imported by the first call that gets that far. Imported by the packa
 possibly while torch itself is still being imported.
 
 A call's way: F.scaled_dot_product_attention -> dispatcher (autocast has run) -> `hook` below, at the key
-AutogradCUDA -> a Decision from the cache, or from routing -> ops.run, or stock as if nothing were there.
+AutogradCUDA, or at BackendSelect where autograd's is not passed (inference mode) -> a Decision from the cache, or from routing -> ops.run, or stock as if nothing were there.
 """
 
 from __future__ import annotations
@@ -353,11 +353,11 @@ def make_call_hook(
             return stock_boxed(
                 ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+        # A profiler wants to see all of stock's operators.
+        if known and entry.kernel is not None and not profiler_enabled():
+            return entry.kernel(query, key, value, is_causal, scale)
         mark.stock = True
         try:
-            # A profiler wants to see all of stock's operators.
-            if known and entry.kernel is not None and not profiler_enabled():
-                return entry.kernel(query, key, value, is_causal, scale)
             return stock_boxed(
                 ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )

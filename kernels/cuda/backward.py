@@ -532,7 +532,10 @@ class Plan:
     def __call__(
         self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask=None, seed=None
     ) -> None:
-        """Launch on the current stream of the tensors' device. Raises KernelUnavailable for addresses not ``aligned``."""
+        """Launch on the current stream of the tensors' device.
+
+        Raises KernelUnavailable, and launches nothing, where an address is no multiple of 16 bytes.
+        """
         index = self._device_index
         if driver.current_device() != index:
             with torch.cuda.device(index):
