@@ -4,8 +4,9 @@ May import `_torch.py`, decisions.py, kernel_hook.py, nested.py and integrations
 kernels are imported by the first call that gets that far. Imported by the package's `__init__` and by autoload.py,
 possibly while torch itself is still being imported.
 
-A call's way: F.scaled_dot_product_attention -> dispatcher (autocast has run) -> `hook` below, at the key
-AutogradCUDA, or at BackendSelect where autograd's is not passed (inference mode) -> a Decision from the cache, or from routing -> ops.run, or stock as if nothing were there.
+A call's way: F.scaled_dot_product_attention -> dispatcher (autocast has run) -> `hook` below, at the key AutogradCUDA,
+or at BackendSelect where autograd's is not passed (inference mode) -> a Decision from the cache, or from routing ->
+ops.run, or stock as if nothing were there.
 """
 
 from __future__ import annotations
