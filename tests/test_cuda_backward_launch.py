@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import heapq
 import math
 from types import SimpleNamespace
 
@@ -220,6 +221,25 @@ def test_causal_blocks_that_wait_for_one_another_are_of_many_heads(cuda, is_caus
     """The gradients of a head of this length fill L2 for themselves."""
     run(tensors(heads=4, kv_heads=4, seqlen_q=1 << 17, seqlen_k=1 << 17), is_causal, deterministic=deterministic)
     assert params_of(cuda, 1)[1].heads_per_group == heads
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("seqlen", [512, 1024, 2048, 8192, 16384])
+def test_causal_lists_leave_little_idle_at_their_end(seqlen, group):
+    """132 multiprocessors take the tiles of keys in the list's order, each a block whose time is that of its steps."""
+    k_tiles = seqlen // 128
+    for key_heads in range(math.ceil(4 * 132 / k_tiles), 80):
+        head_bytes = seqlen * group * 1024
+        heads_per_group = backward._heads_per_group(key_heads, head_bytes, k_tiles, True, False, False, 132)
+        assert 0 < heads_per_group <= key_heads
+        free = [0] * 132
+        for first in range(0, key_heads, heads_per_group):
+            heads = min(heads_per_group, key_heads - first)
+            for k_tile in range(k_tiles):
+                for _ in range(heads):
+                    heapq.heapreplace(free, free[0] + 2 * (k_tiles - k_tile) * group)
+        used = sum(free) / 132 / max(free)
+        assert used > 0.9, (key_heads, heads_per_group, used)
 
 
 def test_no_gradient_of_the_query_no_last_kernel(cuda):

@@ -287,6 +287,26 @@ def specialise_dense(
     return spec
 
 
+def _heads_per_group(
+    key_heads: int, head_bytes: int, blocks: int, is_causal: bool, is_masked: bool, deterministic: bool, num_sms: int
+) -> int:
+    """How many key heads, of `key_heads` counted over the batch, take turns in the list of tiles of keys.
+
+    head_bytes: of the queries of one, with all that is read and added beside them; blocks: that one has. As many as L2
+    holds, but enough for a wave of blocks, or two where the first blocks of a head have more to do than its last ones,
+    which then fill up what the others leave. The last group must be so large above all, so up to twice as many where
+    that leaves fewer out of it.
+    """
+    wave = round(2 * num_sms / blocks) if is_causal or is_masked else math.ceil(num_sms / blocks)
+    most = max(_L2_BYTES // head_bytes, wave, 1)
+    if deterministic and is_causal:
+        # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
+        most = max(most, math.ceil(num_sms / 3))
+    if key_heads <= most:
+        return key_heads
+    return min(range(most, min(2 * most, key_heads) + 1), key=lambda size: -key_heads % size / size)
+
+
 def _heads_in_work(spec: Specialisation, key_heads: int, seqlen_k: int, num_sms: int) -> int:
     """Key heads of a group of the fused kernel, of `key_heads` in all: the sums of three groups are to stay in L2."""
     blocks = math.ceil(seqlen_k / (spec.tile.block_n * spec.blocks_of_cluster)) * spec.blocks_of_cluster
@@ -471,12 +491,9 @@ class Plan:
                 for dim, what in enumerate(("batch", "head", "row")):
                     strides[f"{name}_stride_{what}"] = tensor.stride(dim)
         head_bytes = query_rows * (head_dim * 6 + head_dim_v * 2)
-        # Enough for a wave of blocks, however large.
-        heads_per_group = max(_L2_BYTES // head_bytes, math.ceil(num_sms / (k_tiles * cluster)))
-        if deterministic and is_causal:
-            # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
-            heads_per_group = max(heads_per_group, math.ceil(num_sms / 3))
-        heads_per_group = min(heads_per_group, batch * kv_heads)
+        heads_per_group = _heads_per_group(
+            batch * kv_heads, head_bytes, k_tiles * cluster, is_causal, is_masked, deterministic, num_sms
+        )
         slots = batch * kv_heads
         if tile.fused:
             heads_per_group = _heads_in_work(spec, batch * kv_heads, seqlen_k, num_sms)
