@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import heapq
@@ -162,6 +163,31 @@ def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, paire
     ]
 
 
+@pytest.mark.parametrize(("head_dim", "persistent"), [(64, True), (128, True), (256, False)])
+def test_first_queries_without_sums(cuda, monkeypatch, head_dim, persistent):
+    """Statistics and sums begin at one address: those of a head's first queries leave room."""
+    chosen = tiles.choose_backward(head_dim, head_dim, True, 700, False)
+    tile = dataclasses.replace(chosen, persistent=persistent, direct=True)
+    monkeypatch.setattr(tiles, "choose_backward", lambda *_: tile)
+    run(tensors(head_dim=head_dim, seqlen_q=700))
+    assert len(cuda.launches) == 3 and cuda.compiled[-1].defines["DIRECT"]
+    params = params_of(cuda, 1)[1]
+    head_floats = params.q_tiles * tile.block_m * head_dim
+    assert (params.statistics, params.sums, cuda.workspace) == (MEMORY, MEMORY, 8 * head_floats)
+    # The longest queries whose statistics find room.
+    for seqlen_q, launches in ((head_dim // 2 * tile.block_n, 3), (head_dim // 2 * tile.block_n + 1, 0)):
+        cuda.launches.clear()
+        with contextlib.nullcontext() if launches else pytest.raises(KernelUnavailable, match="room"):
+            run(tensors(head_dim=head_dim, seqlen_q=seqlen_q))
+        assert len(cuda.launches) == launches
+        assert 2 * seqlen_q * 4 <= tile.block_n * head_dim * 4 or not launches
+    # Without the query's gradient there is another kernel.
+    listed = tensors(head_dim=head_dim, seqlen_q=700)
+    listed[6] = None
+    run(listed)
+    assert not cuda.compiled[-1].defines["DIRECT"]
+
+
 def test_few_heads_have_three_kernels(cuda, monkeypatch):
     """Where the fused kernel's statistics would come on top of sums for all heads."""
     tile = dataclasses.replace(tiles.choose_backward(128, 128, False, 4096, False), fused=True)
@@ -176,11 +202,11 @@ def test_few_heads_have_three_kernels(cuda, monkeypatch):
 def test_the_table_of_dense_calls():
     def flags(head_dim, is_causal, rows, deterministic=False, head_dim_v=None):
         tile = tiles.choose_backward(head_dim, head_dim_v or head_dim, is_causal, rows, deterministic)
-        return {name for name in ("persistent", "fused", "unstaged", "paired") if getattr(tile, name)}
+        return {name for name in ("persistent", "fused", "unstaged", "paired", "direct") if getattr(tile, name)}
 
     assert flags(256, False, 1024) == flags(256, True, 4096) == {"fused", "paired"}
-    assert flags(256, False, 1023) == flags(256, True, 4095) == flags(240, False, 1 << 20) == set()
-    assert flags(128, True, 8191) == {"persistent"} and flags(128, True, 8192) == {"unstaged"}
+    assert flags(256, False, 1023) == flags(240, False, 1 << 20) == set() and flags(256, True, 4095) == {"direct"}
+    assert flags(128, True, 8191) == {"persistent", "direct"} and flags(128, True, 8192) == {"unstaged"}
     assert flags(128, False, 4096) == {"fused"} and flags(128, False, 4095) == set()
     assert flags(64, True, 2048) == flags(64, False, 3072) == flags(64, False, 8191) == {"persistent", "fused"}
     assert flags(64, True, 2049) == flags(64, True, 8191) == flags(64, False, 1536) == {"persistent"}

@@ -35,6 +35,7 @@
 //
 // FUSED: the first and the last kernel are items of the main one's list (backward_items.cuh).
 // UNSTAGED: consumers add their shares of grad_query from registers, without staging buffers.
+// DIRECT: they write those of the first queries, which see the first keys alone, to their place (backward.cuh).
 //
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of BLOCK_M rows, two of dS, all in boxes of 64
 // columns (tma.cuh); BLOCK_M x HEAD_DIM float32 of staging, in the accumulators' own order.
@@ -43,7 +44,7 @@
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
 // tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES (2), KEYS_IN_REGISTERS, TURNS, DELTA_FIRST, PERSISTENT, FUSED,
-// UNSTAGED, IS_CAUSAL, MASKED, DROPOUT, IS_BF16, DETERMINISTIC.
+// UNSTAGED, DIRECT, IS_CAUSAL, MASKED, DROPOUT, IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -156,13 +157,13 @@ __device__ __forceinline__ void for_each_item(int number, const BackwardParams& 
 // block to see the end leaves the counters as it found them.
 template <class Visit>
 __device__ __forceinline__ void give_work(const BackwardParams& params, const Shared& shared, const Visit& visit) {
-  const int heads = params.batch * params.num_kv_heads;
-  const int items = heads * (params.k_tiles + (FUSED ? 2 * params.chunks : 0));
 #pragma unroll 1
   for (uint32_t given = 0;; ++given) {
     const auto place = Ring<2>::at(given);
     const int number = atomicAdd(params.counters, 1);
-    const bool none = number >= items;
+    // Counted anew each time, for want of a register.
+    const int heads = opaque(params.batch) * params.num_kv_heads;
+    const bool none = number >= heads * (params.k_tiles + (FUSED ? 2 * params.chunks : 0));
     Item item{};
     if (!none) item = item_at(number, params);
     barrier_wait(shared.work_empty(place.stage), place.phase ^ 1);
@@ -194,8 +195,7 @@ __device__ __forceinline__ void load_queries(const TensorMap& query_map, const T
 #endif
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
                                  head, work.batch);
-    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (STATISTICS * BLOCK_M),
-                                 shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
+    load_bytes<STATISTICS_BYTES>(statistics_of(number, tile, params), shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
     const auto d = Ring<DO_STAGES>::at(loaded);
     barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
     load_rows<BLOCK_M, HEAD_DIM_V>(grad_out_map, shared.grad_out + d.stage * DO_BYTES, shared.do_full(d.stage),
@@ -244,7 +244,8 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
   const auto semaphore = [&](int number) { return params.semaphores + (int64_t)number * CONSUMERS + warpgroup; };
   int before = -1;
   if (UNSTAGED) return;  // the consumers do it
-  for_each_tile(work, params, [&](int, int, int number, [[maybe_unused]] int entry) {
+  for_each_tile(work, params, [&](int, int tile, int number, [[maybe_unused]] int entry) {
+    if (tile < DIRECT_TILES) return;  // the consumers do it
     if (DETERMINISTIC) {
 #if MASKED
       const int earlier = entry_rank(entry);
@@ -358,8 +359,27 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     __syncwarp();
     release(shared.staged(warpgroup));
   };
+  // DIRECT: the query head of the tile before.
+  [[maybe_unused]] int head_before = work.kv_head * (params.num_heads / params.num_kv_heads);
   // Brings a share of grad_query of the tile before to its sums; the tile after that one begins at `first_row`.
   const auto send_columns = [&](const float (&columns)[PIECE_COLUMNS / 2], int first_row) {
+#if DIRECT
+    // A query head's first tile is followed by the next one's last.
+    const bool ends_head = first_row == last_row;
+    const int row_before = ends_head ? end_row : first_row + BLOCK_M;
+    if (row_before < DIRECT_TILES * BLOCK_M) {
+      static_assert(PIECE_COLUMNS <= 64);
+      FinishedPart part;
+#pragma unroll
+      for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
+        part.x[i] = make_float4(columns[4 * i], columns[4 * i + 1], columns[4 * i + 2], columns[4 * i + 3]);
+      const QueryTile tile{0, work.batch, head_before, 0, row_before, params.seqlen_q, true};
+      part.store(tile, piece, 0, threadIdx.x % 128, params);
+      head_before += ends_head;
+      return;
+    }
+    head_before += ends_head;
+#endif
     if (!UNSTAGED) return stage_columns(columns);
     float* sums = params.sums + (int64_t)number_before * (BLOCK_M * HEAD_DIM) + piece.offset + threadIdx.x % 128 * 4;
 #pragma unroll

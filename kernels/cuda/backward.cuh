@@ -24,7 +24,7 @@ struct BackwardParams {
   const void* grad_out;    // the same shape
   const float* logsumexp;  // [batch, num_heads, logsumexp_pitch], natural logarithm
   void* grad_query;        // [batch, num_heads, seqlen_q, head_dim], last stride 1
-  float* statistics;       // [batch * num_heads * q_tiles, STATISTICS, BLOCK_M]
+  float* statistics;       // [batch * num_heads * q_tiles, STATISTICS, BLOCK_M], but see `statistics_of`
   float* sums;             // [slots, query tiles of a key head, BLOCK_M * HEAD_DIM], in the order of `Piece`
   int* semaphores;         // IN_ORDER: [batch * num_heads * q_tiles, CONSUMERS], who has added so far
   int* counters;           // IN_ORDER, PERSISTENT or FUSED: items begun, blocks done; all zero between launches
@@ -56,6 +56,10 @@ constexpr bool IN_ORDER = DETERMINISTIC;
 static_assert(!FUSED || (!IN_ORDER && !MASKED && !DROPOUT && !PACKED));
 static_assert(!PAIRED || (!MASKED && !DROPOUT && !PACKED));
 constexpr int PREPARE_THREADS = 256;
+// DIRECT: of a causal call, the first query tiles of a head see the first tile of keys alone. Its block writes their
+// gradients itself: they have no sums, which nobody has to clear, add to and finish.
+constexpr int DIRECT_TILES = DIRECT ? BLOCK_N / BLOCK_M : 0;
+static_assert(!DIRECT || (IS_CAUSAL && !IN_ORDER && !FUSED && !MASKED && !DROPOUT && !PACKED));
 
 // A consumer does a query tile in parts, which bounds its registers.
 constexpr int PARTS = BLOCK_M / STEP_M;
@@ -192,6 +196,13 @@ __device__ __forceinline__ QueryTile query_tile_at(int block, const BackwardPara
   tile.sees_keys = true;
 #endif
   return tile;
+}
+
+// The statistics of a query tile, `tile` of its head and `number` in the workspace. DIRECT: those of a head lie where the
+// sums of its first tiles would, since the query's gradient, where the host would put them, is written meanwhile.
+__device__ __forceinline__ float* statistics_of(int64_t number, int tile, const BackwardParams& params) {
+  if (DIRECT) return params.statistics + (number - tile) * (BLOCK_M * HEAD_DIM) + tile * (STATISTICS * BLOCK_M);
+  return params.statistics + number * (STATISTICS * BLOCK_M);
 }
 
 // Causal: the first keys, which most queries see, come first, of a group of heads whose queries stay in L2 together.
@@ -347,8 +358,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
 #endif
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
                                  work.query_row() + tile * BLOCK_M, head, work.batch);
-    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (STATISTICS * BLOCK_M),
-                                 shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
+    load_bytes<STATISTICS_BYTES>(statistics_of(number, tile, params), shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
     q.advance();
     if (first)
       load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value, shared.v_full(), work.key_row() + work.k_tile * BLOCK_N,
@@ -524,7 +534,7 @@ __device__ __forceinline__ void prepare_tile(const QueryTile& tile, int sums_shi
                                              origin * params.grad_out_stride_row);
   const float* logsumexp =
       params.logsumexp + ((int64_t)batch * params.num_heads + head) * params.logsumexp_pitch + origin;
-  float* statistics = params.statistics + number * (STATISTICS * BLOCK_M);
+  float* statistics = statistics_of(number, first_row / BLOCK_M, params);
   const int lane = thread % 8;
   // Of this thread. Some rows at a time are loaded before any is summed up, as many as there are registers for.
   constexpr int ROWS = BLOCK_M / (THREADS / 8), COLUMNS = ceil_div(HEAD_DIM_V, 64);
@@ -574,6 +584,7 @@ __device__ __forceinline__ void prepare_tile(const QueryTile& tile, int sums_shi
       }
     }
   }
+  if (first_row < DIRECT_TILES * BLOCK_M) return;
   float4* sums = (float4*)(params.sums + (number - sums_shift) * (BLOCK_M * HEAD_DIM));
 #pragma unroll
   for (int i = 0; i < BLOCK_M * HEAD_DIM / 4 / THREADS; ++i)
@@ -603,10 +614,12 @@ struct FinishedPart {
       else if (first_group(part) + i < piece.groups)
         x[i] = load_four(sums + i * 128 * 4);
   }
-  // Scaled and rounded, into grad_query.
   __device__ __forceinline__ void store(int part, int thread, const BackwardParams& params) const {
-    const QueryTile tile = query_tile_at(part / PARTS_OF_TILE, params);
-    const Piece piece = piece_of(part);
+    store(query_tile_at(part / PARTS_OF_TILE, params), piece_of(part), first_group(part), thread, params);
+  }
+  // Scaled and rounded, into grad_query.
+  __device__ __forceinline__ void store(const QueryTile& tile, const Piece& piece, int first_group, int thread,
+                                        const BackwardParams& params) const {
     const int lane = thread % 32;
     const int first_row = tile.first_row + piece.first_row + thread / 32 * 16 + lane / 4;
     uint8_t* grad_query = (uint8_t*)params.grad_query +
@@ -621,7 +634,7 @@ struct FinishedPart {
         words[1][i] = pack(x[four + i].z * params.softmax_scale, x[four + i].w * params.softmax_scale);
       }
       // Now lane i of a quad gets all 8 columns of group i.
-      const int group = first_group(part) + four + lane % 4, column = piece.first_column + 8 * group;
+      const int group = first_group + four + lane % 4, column = piece.first_column + 8 * group;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         quad_transpose(words[half], lane);
@@ -663,6 +676,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
 extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
     const __grid_constant__ BackwardParams params) {
   if (PACKED && query_tile_at(blockIdx.x, params).seqlen_q == 0) return;
+  if (DIRECT && query_tile_at(blockIdx.x, params).first_row < DIRECT_TILES * BLOCK_M) return;
   const int first = blockIdx.x * PARTS_OF_TILE;
   finish_parts<1>(first + threadIdx.x / 128, first + PARTS_OF_TILE, CONSUMERS, 0, params);
 }

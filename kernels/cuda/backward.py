@@ -157,6 +157,7 @@ class Specialisation(NamedTuple):
             "FUSED": int(tile.fused),
             "UNSTAGED": int(tile.unstaged),
             "PAIRED": int(tile.paired),
+            "DIRECT": int(tile.direct),
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
             "DROPOUT": int(self.has_dropout),
@@ -451,6 +452,8 @@ class Plan:
         cluster = spec.blocks_of_cluster
         q_tiles, k_tiles = math.ceil(seqlen_q / tile.block_m), math.ceil(seqlen_k / (tile.block_n * cluster))
         all_q_tiles, blocks = q_tiles * batch * heads, k_tiles * batch * kv_heads
+        if tile.direct and q_tiles > tile.block_n // tile.block_m * spec.head_dim // 2:
+            raise KernelUnavailable(f"the first queries have no room for the statistics of {seqlen_q}")
         chunk_tiles = max(1, _CHUNK_ROWS // tile.block_m)
         chunks = math.ceil(q_tiles * (heads // kv_heads) / chunk_tiles)
         if tile.fused:
@@ -460,9 +463,12 @@ class Plan:
             raise KernelUnavailable(f"{max(all_q_tiles, blocks)} tiles are more than 32 bits count")
         # One allocation: statistics, sums, semaphores, each at a multiple of 16 bytes. The query's gradient, which the
         # last kernel writes when nobody needs the statistics any more, holds them where it is large enough.
-        statistics = all_q_tiles * (2 + has_dropout) * tile.block_m
+        # `direct` writes that gradient meanwhile; there, the first queries leave room among the sums.
+        statistics = 0 if tile.direct else all_q_tiles * (2 + has_dropout) * tile.block_m
         self._statistics_in_gradient = (
-            grad_query is not None and not tile.fused and 4 * statistics <= _dense_bytes(grad_query)
+            grad_query is not None
+            and not (tile.fused or tile.direct)
+            and 4 * statistics <= _dense_bytes(grad_query)
         )
         try:
             binary = spec.compile()

@@ -229,6 +229,8 @@ class BackwardTile:
     block for each multiprocessor, which does one tile of keys after the other. unstaged: consumers add their shares of
     the query's gradient from registers.
 
+    direct: the block of a causal call's first keys writes the gradients of the queries that see no others.
+
     fused: one kernel prepares, computes and finishes, part by part.
 
     Of the kernel for larger ones, with a head_dim above 192: paired: two blocks share the query's gradient of the keys
@@ -248,6 +250,7 @@ class BackwardTile:
     fused: bool = False
     unstaged: bool = False
     paired: bool = False
+    direct: bool = False
 
     @property
     def num_warpgroups(self) -> int:
@@ -273,8 +276,11 @@ def choose_backward(
         return usual
     if head_dim == 256 and query_rows >= (4096 if is_causal else 1024):
         return replace(usual, ds_stages=1, fused=True, paired=True)
+    if head_dim == 256:
+        return replace(usual, direct=is_causal)
     if head_dim == 128 and is_causal:
-        return replace(usual, persistent=query_rows < 8192, unstaged=query_rows >= 8192)
+        is_short = query_rows < 8192
+        return replace(usual, persistent=is_short, direct=is_short, unstaged=not is_short)
     if head_dim == 128 and query_rows >= 4096:
         return replace(usual, fused=True)
     if head_dim == 64 and query_rows < 8192:
