@@ -74,6 +74,9 @@ def candidates(head_dim: int, deterministic: bool) -> list[BackwardTile]:
     if 64 < head_dim <= 128:
         listed.append(change(usual, unstaged=True))
         listed.append(change(fused, unstaged=True))
+        listed.append(change(usual, unstaged=True, skip_hidden=True))
+        listed.append(change(usual, persistent=True, skip_hidden=True))
+        listed.append(change(usual, persistent=True, skip_hidden=True, direct=True))
     return listed
 
 
@@ -429,7 +432,7 @@ def main() -> None:
         for deterministic in (False, True)
         if ("deterministic" if deterministic else "default") in options.modes.split(",")
         for tile in candidates(head_dim, deterministic)
-        if is_causal or not tile.direct
+        if is_causal or not (tile.direct or tile.skip_hidden)
     ]
     if options.check:
         check_here([int(number) for number in options.check.split(",")], listed)

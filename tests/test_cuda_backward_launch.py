@@ -202,11 +202,13 @@ def test_few_heads_have_three_kernels(cuda, monkeypatch):
 def test_the_table_of_dense_calls():
     def flags(head_dim, is_causal, rows, deterministic=False, head_dim_v=None):
         tile = tiles.choose_backward(head_dim, head_dim_v or head_dim, is_causal, rows, deterministic)
-        return {name for name in ("persistent", "fused", "unstaged", "paired", "direct") if getattr(tile, name)}
+        names = ("persistent", "fused", "unstaged", "paired", "direct", "skip_hidden")
+        return {name for name in names if getattr(tile, name)}
 
     assert flags(256, False, 1024) == flags(256, True, 4096) == {"fused", "paired"}
     assert flags(256, False, 1023) == flags(240, False, 1 << 20) == set() and flags(256, True, 4095) == {"direct"}
-    assert flags(128, True, 8191) == {"persistent", "direct"} and flags(128, True, 8192) == {"unstaged"}
+    assert flags(128, True, 8191) == {"persistent", "direct", "skip_hidden"}
+    assert flags(128, True, 8192) == {"unstaged"}
     assert flags(128, False, 4096) == {"fused"} and flags(128, False, 4095) == set()
     assert flags(64, True, 2048) == flags(64, False, 3072) == flags(64, False, 8191) == {"persistent", "fused"}
     assert flags(64, True, 2049) == flags(64, True, 8191) == flags(64, False, 1536) == {"persistent"}

@@ -77,6 +77,10 @@ constexpr int STAGE_MASK_BYTES = MASK_BYTES;
 constexpr int STAGE_MASK_BYTES = 0;
 #endif
 
+// A block visits the tile on the diagonal last, whose 64 queries see none of its second 64 keys.
+constexpr bool LAST_HIDDEN = SKIP_HIDDEN && IS_CAUSAL && BLOCK_M == 64;
+static_assert(!SKIP_HIDDEN || (!MASKED && !DROPOUT && !PACKED));
+
 static_assert(Q_STAGES <= 4, "four words say of each stage what it holds");
 
 // Byte addresses in shared memory.
@@ -195,7 +199,8 @@ __device__ __forceinline__ void load_queries(const TensorMap& query_map, const T
 #endif
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
                                  head, work.batch);
-    load_bytes<STATISTICS_BYTES>(statistics_of(number, tile, params), shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
+    load_bytes<STATISTICS_BYTES>(statistics_of(number, tile, params), shared.statistics + q.stage * STATISTICS_BYTES,
+                                 shared.q_full(q.stage));
     const auto d = Ring<DO_STAGES>::at(loaded);
     barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
     load_rows<BLOCK_M, HEAD_DIM_V>(grad_out_map, shared.grad_out + d.stage * DO_BYTES, shared.do_full(d.stage),
@@ -272,11 +277,12 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
   }
 }
 
-// piece[64, PIECE_COLUMNS] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, PIECE_COLUMNS]
+// piece[64, PIECE_COLUMNS] = grad_scores[64 queries, KEYS] key[KEYS, PIECE_COLUMNS], the first KEYS of the tile
+template <int KEYS>
 __device__ __forceinline__ void grad_query_product(float (&piece)[PIECE_COLUMNS / 2], uint32_t grad_scores,
                                                    uint32_t key) {
 #pragma unroll
-  for (int k = 0; k < BLOCK_N / 16; ++k)
+  for (int k = 0; k < KEYS / 16; ++k)
     Wgmma<PIECE_COLUMNS>::ss_columns(piece, moved(grad_scores, column_group<BLOCK_M>(k)),
                                      moved(key, k * 16 * BOX_ROW_BYTES), k > 0);
 }
@@ -340,11 +346,12 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       grads[i + 1] = negative.y;
     }
   };
-  // This warpgroup's share of grad_query, from the dS in `stage`.
-  const auto issue_grad_query = [&](float (&columns)[PIECE_COLUMNS / 2], int stage) {
+  // This warpgroup's share of grad_query, from the dS in `stage`; `last`: of the last query tile.
+  const auto issue_grad_query = [&](float (&columns)[PIECE_COLUMNS / 2], int stage, auto last) {
+    constexpr int KEYS = decltype(last)::value && LAST_HIDDEN ? BLOCK_N / 2 : BLOCK_N;
     wgmma_fence();
-    grad_query_product(columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0),
-                       key_columns);
+    grad_query_product<KEYS>(
+        columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0), key_columns);
     wgmma_commit();
   };
   // Hands a share of grad_query to the storing warp.
@@ -507,7 +514,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     float columns[PIECE_COLUMNS / 2];
     if (BEFORE) {
       barrier_wait(shared.ds_full(source.stage), source.phase);
-      issue_grad_query(columns, source.stage);
+      issue_grad_query(columns, source.stage, Flag<false>());
       wgmma_wait<1>();  // the sums of keys and values
     } else {
       wgmma_wait<0>();
@@ -536,6 +543,30 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     }
   };
 
+  // The last tile, for the second warpgroup where LAST_HIDDEN: it only keeps up with the other one.
+  const auto pass = [&](int first_row, auto before) {
+    constexpr bool BEFORE = decltype(before)::value;
+    barrier_wait(shared.do_full(d.stage), d.phase);
+    release(shared.ds_full(s.stage));
+    const Ring<DS_STAGES> source = s.previous();
+    float columns[PIECE_COLUMNS / 2];
+    if (BEFORE) {
+      barrier_wait(shared.ds_full(source.stage), source.phase);
+      issue_grad_query(columns, source.stage, Flag<false>());
+    }
+    s.advance();
+    release(shared.do_empty(d.stage));
+    release(shared.q_empty(q.stage));
+    d.advance();
+    q.advance();
+    if (BEFORE) {
+      wgmma_wait<0>();
+      release(shared.ds_empty(source.stage));
+      send_columns(columns, first_row);
+    }
+    if (TURNS) named_sync(FIRST_TURN + warpgroup, 128 * CONSUMERS);
+  };
+
   int left = count_tiles(work, params);
   if (left > 0) {
     if (TURNS && warpgroup == 1) named_arrive(FIRST_TURN, 128 * CONSUMERS);  // the first turn is the other's
@@ -559,18 +590,24 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       first_row = first_row == end_row ? last_row : first_row - BLOCK_M;
     };
     if (left == 1) {
-      step(first_row, Flag<false>(), Flag<false>());
+      if (LAST_HIDDEN && warpgroup == 1)
+        pass(first_row, Flag<false>());
+      else
+        step(first_row, Flag<false>(), Flag<false>());
     } else {
       step(first_row, Flag<false>(), Flag<true>());
       advance();
 #pragma unroll 1
       for (; left > 1; advance()) step(first_row, Flag<true>(), Flag<true>());
-      step(first_row, Flag<true>(), Flag<false>());
+      if (LAST_HIDDEN && warpgroup == 1)
+        pass(first_row, Flag<true>());
+      else
+        step(first_row, Flag<true>(), Flag<false>());
     }
     const Ring<DS_STAGES> source = s.previous();
     float columns[PIECE_COLUMNS / 2];
     barrier_wait(shared.ds_full(source.stage), source.phase);
-    issue_grad_query(columns, source.stage);
+    issue_grad_query(columns, source.stage, Flag<true>());
     wgmma_wait<0>();
     release(shared.ds_empty(source.stage));
     if (PERSISTENT) release(shared.kv_empty());

@@ -198,8 +198,8 @@ __device__ __forceinline__ QueryTile query_tile_at(int block, const BackwardPara
   return tile;
 }
 
-// The statistics of a query tile, `tile` of its head and `number` in the workspace. DIRECT: those of a head lie where the
-// sums of its first tiles would, since the query's gradient, where the host would put them, is written meanwhile.
+// The statistics of a query tile, `tile` of its head and `number` in the workspace. DIRECT: those of a head lie where
+// the sums of its first tiles would, since the query's gradient, where the host would put them, is written meanwhile.
 __device__ __forceinline__ float* statistics_of(int64_t number, int tile, const BackwardParams& params) {
   if (DIRECT) return params.statistics + (number - tile) * (BLOCK_M * HEAD_DIM) + tile * (STATISTICS * BLOCK_M);
   return params.statistics + number * (STATISTICS * BLOCK_M);
@@ -358,7 +358,8 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
 #endif
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
                                  work.query_row() + tile * BLOCK_M, head, work.batch);
-    load_bytes<STATISTICS_BYTES>(statistics_of(number, tile, params), shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
+    load_bytes<STATISTICS_BYTES>(statistics_of(number, tile, params), shared.statistics + q.stage * STATISTICS_BYTES,
+                                 shared.q_full(q.stage));
     q.advance();
     if (first)
       load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value, shared.v_full(), work.key_row() + work.k_tile * BLOCK_N,

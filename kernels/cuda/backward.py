@@ -158,6 +158,7 @@ class Specialisation(NamedTuple):
             "UNSTAGED": int(tile.unstaged),
             "PAIRED": int(tile.paired),
             "DIRECT": int(tile.direct),
+            "SKIP_HIDDEN": int(tile.skip_hidden),
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
             "DROPOUT": int(self.has_dropout),

@@ -127,7 +127,8 @@ __device__ __forceinline__ void load_tiles(const TensorMap& query_map, const Ten
     barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
     load_stage<ceil_div(HEAD_DIM, BOX_COLUMNS)>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
                                                 tile * BLOCK_M, head, work.batch, 0);
-    load_bytes<STATISTICS_BYTES>(statistics_of(number, tile, params), shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
+    load_bytes<STATISTICS_BYTES>(statistics_of(number, tile, params), shared.statistics + q.stage * STATISTICS_BYTES,
+                                 shared.q_full(q.stage));
     if (first)
       load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value, shared.v_full(), work.k_tile * BLOCK_N, work.kv_head,
                                      work.batch);

@@ -229,6 +229,8 @@ class BackwardTile:
     block for each multiprocessor, which does one tile of keys after the other. unstaged: consumers add their shares of
     the query's gradient from registers.
 
+    skip_hidden: the second warpgroup passes a tile on the diagonal that sees none of its keys.
+
     direct: the block of a causal call's first keys writes the gradients of the queries that see no others.
 
     fused: one kernel prepares, computes and finishes, part by part.
@@ -251,6 +253,7 @@ class BackwardTile:
     unstaged: bool = False
     paired: bool = False
     direct: bool = False
+    skip_hidden: bool = False
 
     @property
     def num_warpgroups(self) -> int:
@@ -280,7 +283,7 @@ def choose_backward(
         return replace(usual, direct=is_causal)
     if head_dim == 128 and is_causal:
         is_short = query_rows < 8192
-        return replace(usual, persistent=is_short, direct=is_short, unstaged=not is_short)
+        return replace(usual, persistent=is_short, direct=is_short, skip_hidden=is_short, unstaged=not is_short)
     if head_dim == 128 and query_rows >= 4096:
         return replace(usual, fused=True)
     if head_dim == 64 and query_rows < 8192:
