@@ -74,6 +74,9 @@ def candidates(head_dim: int, deterministic: bool) -> list[BackwardTile]:
     if 64 < head_dim <= 128:
         listed.append(change(usual, unstaged=True))
         listed.append(change(fused, unstaged=True))
+        listed.append(change(usual, unstaged=True, paired=True))
+        listed.append(change(fused, unstaged=True, paired=True))
+        listed.append(change(fused, paired=True))
         listed.append(change(usual, unstaged=True, skip_hidden=True))
         listed.append(change(usual, persistent=True, skip_hidden=True))
         listed.append(change(usual, persistent=True, skip_hidden=True, direct=True))
@@ -101,6 +104,13 @@ class Problem(NamedTuple):
         heads = max(1, WIDTH // self.head_dim) * (1 if self.group == 1 else 2)
         return max(1, TOKENS // self.seqlen), heads, heads // self.group
 
+    def tries(self, tile: BackwardTile) -> bool:
+        """Whether it may be worth while: what saves time between short blocks, or within long ones."""
+        rows = self.seqlen * self.group
+        if self.head_dim > 128:
+            return not tile.paired or rows >= 1024
+        return not tile.persistent if rows >= 8192 else rows >= 2048 or not (tile.unstaged or tile.paired)
+
     @property
     def name(self) -> str:
         """As printed."""
@@ -123,12 +133,14 @@ class Candidate:
     is_causal: bool
     deterministic: bool
     tile: BackwardTile
+    l2_mib: int = backward._L2_BYTES >> 20  # how much heads that take turns may take there
 
     @property
     def name(self) -> str:
         """With its problem's head_dim and mask."""
         mask, mode = "causal" if self.is_causal else "full", ", deterministic" if self.deterministic else ""
-        return f"D={self.head_dim} {mask}{mode} {name_of(self.tile)}"
+        groups = f" l2_{self.l2_mib}" * (self.l2_mib != backward._L2_BYTES >> 20)
+        return f"D={self.head_dim} {mask}{mode} {name_of(self.tile)}{groups}"
 
     @property
     def specialisation(self) -> backward.Specialisation:
@@ -200,7 +212,12 @@ def with_forward(tensors: list[torch.Tensor], is_causal: bool) -> tuple[Any, ...
 def launcher(candidate: Candidate, arguments: tuple[Any, ...]) -> Callable[[], None]:
     """A function that runs the candidate's three kernels."""
     scale = arguments[0].size(3) ** -0.5
-    plan = backward.Plan(*arguments, candidate.is_causal, scale, candidate.deterministic, candidate.tile)
+    usual = backward._L2_BYTES
+    backward._L2_BYTES = candidate.l2_mib << 20
+    try:
+        plan = backward.Plan(*arguments, candidate.is_causal, scale, candidate.deterministic, candidate.tile)
+    finally:
+        backward._L2_BYTES = usual
     return functools.partial(plan, *arguments)
 
 
@@ -434,6 +451,12 @@ def main() -> None:
         for tile in candidates(head_dim, deterministic)
         if is_causal or not (tile.direct or tile.skip_hidden)
     ]
+    # The same tiles in another order.
+    listed += [
+        dataclasses.replace(candidate, l2_mib=256)
+        for candidate in listed
+        if candidate.is_causal and candidate.tile.unstaged and not (candidate.tile.fused or candidate.tile.skip_hidden)
+    ]
     if options.check:
         check_here([int(number) for number in options.check.split(",")], listed)
         return
@@ -462,7 +485,12 @@ def main() -> None:
     meter = Meter("cuda", options.rounds)
     not_measured = []
     for problem in problems:
-        those = [c for c in right if (c.head_dim, c.is_causal) == (problem.head_dim, problem.is_causal)]
+        those = [
+            c
+            for c in right
+            if (c.head_dim, c.is_causal) == (problem.head_dim, problem.is_causal)
+            and (not options.problems or problem.tries(c.tile))
+        ]
         if not those:
             continue
         if time.monotonic() - began > options.budget:
