@@ -126,7 +126,7 @@ def test_parameters_of_the_launches(cuda, head_dim, seqlen_q, deterministic):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "persistent", "paired"), [(64, False, False), (128, True, False), (256, False, True)]
+    ("head_dim", "persistent", "paired"), [(64, False, False), (128, True, False), (128, False, True), (256, False, True)]
 )
 def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, paired):
     chosen = tiles.choose_backward(head_dim, head_dim, True, 1400, False)
@@ -146,7 +146,7 @@ def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, paire
     assert params.heads_per_group == max(1, 10 // (k_tiles * cluster))
     # Statistics and sums are the workspace, the sums of four groups of heads, or of as many as leave room for the
     # statistics: no more than the sums of all.
-    assert params.slots == (4 * params.heads_per_group if paired else 15)
+    assert params.slots == (4 * params.heads_per_group if head_dim == 256 else 15)
     assert params.statistics == MEMORY
     assert params.sums == MEMORY + 4 * 32 * q_tiles * tile.block_m * 2
     assert cuda.workspace == (params.sums - MEMORY) // 4 + 2 * params.slots * q_tiles * tile.block_m * head_dim

@@ -692,19 +692,24 @@ __device__ __forceinline__ void finish_parts(int first, int end, int step, int s
 #include "backward_fused.cuh"
 
 #if !FUSED
-// One block for each query tile of each head.
+// One block for each query tile of each head. The last heads come first, both times: L2 still holds what was written
+// last, and the main kernel begins with the first heads and ends with the last ones.
+__device__ __forceinline__ int tile_from_the_end() {
+  return gridDim.x - 1 - blockIdx.x;
+}
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_prepare(
     const __grid_constant__ BackwardParams params) {
-  const QueryTile tile = query_tile_at(blockIdx.x, params);
+  const QueryTile tile = query_tile_at(tile_from_the_end(), params);
   if (PACKED && (tile.seqlen_q == 0 || !tile.sees_keys)) return;
   prepare_tile<PREPARE_THREADS>(tile, 0, threadIdx.x, params);
   if (IN_ORDER && threadIdx.x < CONSUMERS) params.semaphores[tile.number * CONSUMERS + threadIdx.x] = 0;
 }
 extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
     const __grid_constant__ BackwardParams params) {
-  if (PACKED && query_tile_at(blockIdx.x, params).seqlen_q == 0) return;
-  if (DIRECT && query_tile_at(blockIdx.x, params).first_row < DIRECT_TILES * BLOCK_M) return;
-  const int first = blockIdx.x * PARTS_OF_TILE;
+  const int tile = tile_from_the_end();
+  if (PACKED && query_tile_at(tile, params).seqlen_q == 0) return;
+  if (DIRECT && query_tile_at(tile, params).first_row < DIRECT_TILES * BLOCK_M) return;
+  const int first = tile * PARTS_OF_TILE;
   finish_parts<1>(first + threadIdx.x / 128, first + PARTS_OF_TILE, CONSUMERS, 0, params);
 }
 #endif
