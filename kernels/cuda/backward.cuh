@@ -253,7 +253,9 @@ __device__ __forceinline__ void for_each_tile(const Work& work, const BackwardPa
   const int group = params.num_heads / params.num_kv_heads;
 #pragma unroll 1
   for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
-    const int first = (work.batch * params.num_heads + head) * params.q_tiles + work.first_tile();
+    // Once for each head, where the loading thread has no register for it.
+    const int heads = PAIRED ? opaque(params.num_heads) : params.num_heads;
+    const int first = (work.batch * heads + head) * params.q_tiles + work.first_tile();
 #if MASKED
     const int* list = query_list(work, head, params) + 1;
 #pragma unroll 1
