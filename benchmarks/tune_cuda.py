@@ -76,6 +76,10 @@ def candidates(head_dim: int, deterministic: bool) -> list[BackwardTile]:
         listed.append(change(fused, unstaged=True))
         listed.append(change(usual, unstaged=True, paired=True))
         listed.append(change(fused, unstaged=True, paired=True))
+        # Without staging there is room for more.
+        listed.append(change(usual, unstaged=True, q_stages=4, do_stages=3))
+        listed.append(change(usual, unstaged=True, paired=True, q_stages=4, do_stages=3))
+        listed.append(change(fused, unstaged=True, paired=True, q_stages=4, do_stages=3))
         listed.append(change(fused, paired=True))
         listed.append(change(usual, unstaged=True, skip_hidden=True))
         listed.append(change(usual, persistent=True, skip_hidden=True))
@@ -104,11 +108,17 @@ class Problem(NamedTuple):
         heads = max(1, WIDTH // self.head_dim) * (1 if self.group == 1 else 2)
         return max(1, TOKENS // self.seqlen), heads, heads // self.group
 
+    def suits(self, candidate: Candidate) -> bool:
+        """Whether the candidate is of this head_dim and mask."""
+        return (candidate.head_dim, candidate.is_causal) == (self.head_dim, self.is_causal)
+
     def tries(self, tile: BackwardTile) -> bool:
         """Whether it may be worth while: what saves time between short blocks, or within long ones."""
         rows = self.seqlen * self.group
         if self.head_dim > 128:
             return not tile.paired or rows >= 1024
+        if self.head_dim == 128 and tile.fused and (self.is_causal or tile.persistent):
+            return False  # slower at all lengths
         return not tile.persistent if rows >= 8192 else rows >= 2048 or not (tile.unstaged or tile.paired)
 
     @property
@@ -456,7 +466,10 @@ def main() -> None:
         dataclasses.replace(candidate, l2_mib=256)
         for candidate in listed
         if candidate.is_causal and candidate.tile.unstaged and not (candidate.tile.fused or candidate.tile.skip_hidden)
+        if candidate.tile.q_stages == 3
     ]
+    if options.problems:
+        listed = [c for c in listed if any(p.suits(c) and p.tries(c.tile) for p in problems)]
     if options.check:
         check_here([int(number) for number in options.check.split(",")], listed)
         return
@@ -485,12 +498,7 @@ def main() -> None:
     meter = Meter("cuda", options.rounds)
     not_measured = []
     for problem in problems:
-        those = [
-            c
-            for c in right
-            if (c.head_dim, c.is_causal) == (problem.head_dim, problem.is_causal)
-            and (not options.problems or problem.tries(c.tile))
-        ]
+        those = [c for c in right if problem.suits(c) and (not options.problems or problem.tries(c.tile))]
         if not those:
             continue
         if time.monotonic() - began > options.budget:
