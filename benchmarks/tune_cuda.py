@@ -117,8 +117,10 @@ class Problem(NamedTuple):
         rows = self.seqlen * self.group
         if self.head_dim > 128:
             return not tile.paired or rows >= 1024
-        if self.head_dim == 128 and tile.fused and (self.is_causal or tile.persistent):
+        if self.head_dim == 128 and tile.fused and (tile.persistent or (self.is_causal and not tile.unstaged)):
             return False  # slower at all lengths
+        if self.is_causal and tile.fused and tile.paired:
+            return False
         return not tile.persistent if rows >= 8192 else rows >= 2048 or not (tile.unstaged or tile.paired)
 
     @property
@@ -143,13 +145,13 @@ class Candidate:
     is_causal: bool
     deterministic: bool
     tile: BackwardTile
-    l2_mib: int = backward._L2_BYTES >> 20  # how much heads that take turns may take there
+    heads_per_group: int = 0  # key heads that take turns in a causal list, or what the launch chooses
 
     @property
     def name(self) -> str:
         """With its problem's head_dim and mask."""
         mask, mode = "causal" if self.is_causal else "full", ", deterministic" if self.deterministic else ""
-        groups = f" l2_{self.l2_mib}" * (self.l2_mib != backward._L2_BYTES >> 20)
+        groups = f" groups_of_{self.heads_per_group}" * (self.heads_per_group > 0)
         return f"D={self.head_dim} {mask}{mode} {name_of(self.tile)}{groups}"
 
     @property
@@ -222,12 +224,13 @@ def with_forward(tensors: list[torch.Tensor], is_causal: bool) -> tuple[Any, ...
 def launcher(candidate: Candidate, arguments: tuple[Any, ...]) -> Callable[[], None]:
     """A function that runs the candidate's three kernels."""
     scale = arguments[0].size(3) ** -0.5
-    usual = backward._L2_BYTES
-    backward._L2_BYTES = candidate.l2_mib << 20
+    usual = backward._heads_per_group
+    if candidate.heads_per_group:
+        backward._heads_per_group = lambda key_heads, *_: min(candidate.heads_per_group, key_heads)
     try:
         plan = backward.Plan(*arguments, candidate.is_causal, scale, candidate.deterministic, candidate.tile)
     finally:
-        backward._L2_BYTES = usual
+        backward._heads_per_group = usual
     return functools.partial(plan, *arguments)
 
 
@@ -461,12 +464,12 @@ def main() -> None:
         for tile in candidates(head_dim, deterministic)
         if is_causal or not (tile.direct or tile.skip_hidden)
     ]
-    # The same tiles in another order.
+    # The same in another order.
     listed += [
-        dataclasses.replace(candidate, l2_mib=256)
+        dataclasses.replace(candidate, heads_per_group=heads)
         for candidate in listed
-        if candidate.is_causal and candidate.tile.unstaged and not (candidate.tile.fused or candidate.tile.skip_hidden)
-        if candidate.tile.q_stages == 3
+        if candidate.is_causal and candidate.tile == tiles.choose_backward(128, 128, True, 1 << 20, False)
+        for heads in (2, 8)
     ]
     if options.problems:
         listed = [c for c in listed if any(p.suits(c) and p.tries(c.tile) for p in problems)]
