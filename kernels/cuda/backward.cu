@@ -253,7 +253,7 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
   int before = -1;
   if (UNSTAGED) return;  // the consumers do it
   for_each_tile(work, params, [&](int, int tile, int number, [[maybe_unused]] int entry) {
-    if (tile < DIRECT_TILES) return;  // the consumers do it
+    if (DIRECT && tile < DIRECT_TILES) return;  // the consumers do it
     if (DETERMINISTIC) {
 #if MASKED
       const int earlier = entry_rank(entry);

@@ -613,7 +613,7 @@ __device__ __forceinline__ void prepare_tile(const QueryTile& tile, int sums_shi
       }
     }
   }
-  if (first_row < DIRECT_TILES * BLOCK_M) return;
+  if (DIRECT && first_row < DIRECT_TILES * BLOCK_M) return;
   float4* sums = (float4*)(params.sums + (number - sums_shift) * (BLOCK_M * HEAD_DIM));
 #pragma unroll
   for (int i = 0; i < BLOCK_M * HEAD_DIM / 4 / THREADS; ++i)

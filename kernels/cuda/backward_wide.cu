@@ -410,7 +410,7 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
 #pragma unroll
       for (int box = 0; box < HALF_BOXES; ++box) add_box_of_pair(sums, grad_scores, other, box, shared);
       if (threadIdx.x % 32 == 0) barrier_arrive_remote(map_to_rank(shared.ds_empty(s.stage), rank_in_pair() ^ 1));
-    } else if (tile < DIRECT_TILES) {
+    } else if (DIRECT && tile < DIRECT_TILES) {
       const QueryTile query_tile{0, work.batch, head, 0, tile * BLOCK_M, params.seqlen_q, true};
 #pragma unroll
       for (int column = 0; column < HEAD_DIM; column += BOX_COLUMNS)
