@@ -126,7 +126,8 @@ def test_parameters_of_the_launches(cuda, head_dim, seqlen_q, deterministic):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "persistent", "paired"), [(64, False, False), (128, True, False), (128, False, True), (256, False, True)]
+    ("head_dim", "persistent", "paired"),
+    [(64, False, False), (128, True, False), (128, False, True), (256, False, True)],
 )
 def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, paired):
     chosen = tiles.choose_backward(head_dim, head_dim, True, 1400, False)
