@@ -1,7 +1,8 @@
 # Everything runs in a private virtual environment that the first target sets up; later calls find it ready.
 #
 #   make demo              train a small GPT with stock attention, then with ours, and compare
-#   make test              all tests that this machine can run
+#   make test              all tests that this machine can run, of the slow ones a part in which everything occurs
+#   make test-all          the same without parts, and test-extended: an hour or more
 #   make lint / format     check files with ruff / let ruff rewrite them
 #   make typecheck         mypy on the plugin
 #   make gpu-test          the GPU tests alone
@@ -26,6 +27,8 @@ TRITON ?= triton==3.7.1
 NVRTC ?= nvidia-cuda-nvrtc==13.0.88
 EXTRAS ?= test,lint,bench,examples,transformers
 WORKERS ?= 2
+# A worker that has nothing left takes from the others.
+DISTRIBUTED = -n $(WORKERS) --dist worksteal
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
@@ -48,7 +51,7 @@ ifdef OFFLINE
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-gpu test-interpreter test-extended gpu-test lint format typecheck bench clean
+.PHONY: help setup demo test test-all test-cpu test-gpu test-interpreter test-extended gpu-test lint format typecheck bench clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -74,9 +77,12 @@ demo: $(STAMP)
 
 test: test-cpu test-gpu test-interpreter
 
+test-all: export FLASHBACKEND_ALL_CASES = 1
+test-all: test test-extended
+
 # One thread in each worker: two workers with a thread pool each would only get in each other's way.
 test-cpu: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests --ignore=tests/gpu --ignore=tests/interpreter $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(DISTRIBUTED) tests --ignore=tests/gpu --ignore=tests/interpreter $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)
 	@if $(PY) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
@@ -85,7 +91,7 @@ test-gpu: $(STAMP)
 
 # Triton reads TRITON_INTERPRET when a kernel is decorated, so these tests need a process of their own.
 test-interpreter: $(STAMP)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) tests/interpreter $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest $(DISTRIBUTED) tests/interpreter $(PYTEST_ARGS)
 
 # What is too slow for every change: C++ compilers, many processes.
 test-extended: $(STAMP)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 
-import machine_code
 import pytest
 import torch
-from sampling import cover
 from test_cuda_kernels_compile import SHARED_MEMORY, problems
 
 from torch_flashbackend import nvrtc
 from torch_flashbackend.kernels.cuda import backward, tiles
+
+import machine_code
+from sampling import cover
 
 pytestmark = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"no compiler: {nvrtc.unavailable()}")
 

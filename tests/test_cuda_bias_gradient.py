@@ -7,10 +7,8 @@ import itertools
 import subprocess
 from types import SimpleNamespace
 
-import machine_code
 import pytest
 import torch
-from sampling import cover
 from test_cuda_kernels_compile import SHARED_MEMORY, problems
 from test_cuda_launch import OnDevice
 from test_nvrtc import FakeDriver, install_fake_driver
@@ -18,6 +16,9 @@ from test_nvrtc import FakeDriver, install_fake_driver
 from torch_flashbackend import driver, nvrtc, ops
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import bias_gradient, forward, tiles
+
+import machine_code
+from sampling import cover
 
 BFLOAT, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
 HEAD_DIMS = [*((size, size) for size in range(16, 257, 16)), (192, 128), (64, 128), (128, 64)]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import re
 
-import machine_code
 import pytest
-from sampling import cover
 
 from torch_flashbackend import nvrtc
 from torch_flashbackend.kernels.cuda import forward, tiles
+
+import machine_code
+from sampling import cover
 
 pytestmark = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"no compiler: {nvrtc.unavailable()}")
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from sampling import cover
 from triton.backends.compiler import GPUTarget
 
 from torch_flashbackend.kernels.triton import attention, tiles
+
+from sampling import cover
 
 TARGETS = {f"sm_{capability}": GPUTarget("cuda", capability, 32) for capability in (80, 86, 89, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)

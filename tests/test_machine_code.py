@@ -7,12 +7,13 @@ import re
 import subprocess
 from pathlib import Path
 
-import machine_code
 import pytest
 import torch
 
 from torch_flashbackend import nvrtc
 from torch_flashbackend.kernels.cuda import backward, bias_gradient, forward, tiles
+
+import machine_code
 
 BFLOAT = torch.bfloat16
 LONG = 1 << 20  # queries
