@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashbackend
 from benchmarks import contenders, harness
-from benchmarks.harness import Budget, Results, collection_off, rotations, say
+from benchmarks.harness import Budget, Results, collection_off, say, turns
 from torch_flashbackend import decisions, ops, policy
 
 FORWARD_CALLS = 100  # times at most three kernels each: well under the 1,024 launches that a stream holds
@@ -155,7 +155,7 @@ def measure(call: SmallCall, device: str, rounds: int, calls: tuple[int, int]) -
                     torch.autograd.grad(out, inputs, grad_out)
                 synchronize()
                 launched[state] = any(ops.launch_counts().values())
-        for order in rotations(list(available), rounds):
+        for order in turns(list(available), rounds):
             for state in order:
                 with available[state](), call.context():
                     times = batch_times(call, inputs, grad_out, calls[backward], backward, synchronize)

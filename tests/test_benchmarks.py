@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import io
+import itertools
 import json
 import math
 import statistics
@@ -20,6 +22,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import (  # noqa: E402
+    batch_invariance,
     cases,
     decode,
     encoder,
@@ -115,9 +118,19 @@ def test_the_best_of_pytorchs_kernels_is_the_measure():
 # -------------------------------------------------------------------------------------------------------------- harness
 
 
-def test_rotations_give_every_contender_every_place():
-    orders = list(harness.rotations(["a", "b", "c"], 3))
-    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+@pytest.mark.parametrize("count", [2, 3, 5, 7])
+def test_each_contender_follows_every_other_one_as_often(count):
+    orders = list(harness.turns(list("abcdefg"[:count]), count * (count - 1)))
+    assert all(sorted(order) == list("abcdefg"[:count]) for order in orders)
+    followed = collections.Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(followed) == count * (count - 1) and len(set(followed.values())) == 1
+
+
+@pytest.mark.parametrize("count", [1, 4, 6])
+def test_turns_of_any_number_of_contenders_are_all_of_them_in_changing_order(count):
+    orders = list(harness.turns(list("abcdef"[:count]), 5))
+    assert all(sorted(order) == list("abcdef"[:count]) for order in orders)
+    assert len({tuple(order) for order in orders}) >= min(count, 4)
 
 
 def test_aa_report_flags_more_than_a_per_cent():
@@ -410,6 +423,8 @@ def grid_results(folder: Path) -> None:
          "computed_bytes": {"math": 2**43}},
     ]  # fmt: skip
     results_file(folder / "nvidia_h200_memory.json", "memory", rows)
+    row = {"label": "decode: B8", "cost": 1.25, "gpu_ms": {"default": 0.02, "plugin": 0.01, "invariant": 0.0125}}
+    results_file(folder / "nvidia_h200_batch_invariance.json", "batch_invariance", [row])
     row = {"label": "dense: backward", "cpu_us": states, "our_kernels_ran": {"sdpa_backend('triton')": True}}
     results_file(folder / "nvidia_h200_overhead.json", "overhead", [row])
 
@@ -429,7 +444,16 @@ def test_report_fills_the_readme_and_check_sees_stale_text(tmp_path, capsys):
     assert "1.20 times PyTorch's default (worst 1.20), 0.97 times the best of its peers" in text
     assert "22.0*" in text and "forward 0.90 times PyTorch's" in text
     assert "| Llama, eager | 20,000 | 25,000 | 1.25 | 41.0 | 40.0 |" in text
+    assert "| decode: B8 | 20 | 10 | 12.5 | 1.25 |" in text
     assert "| S = 8,192 | 0.50 | 1.00 | 32.0 |" in text and "| S = 131,072 | 8.00 | 16.00 | (8,192) |" in text
+
+
+def test_what_batch_invariance_costs(tmp_path):
+    path = tmp_path / "results.json"
+    assert batch_invariance.main(["--device", "cpu", "--smoke", "--only", "prefill", "--out", str(path)]) == 0
+    row = json.loads(path.read_text())["rows"][0]
+    assert row["cost"] == pytest.approx(row["gpu_ms"]["invariant"] / row["gpu_ms"]["plugin"], rel=1e-3)
+    assert row["our_kernels"] == {"plugin": {}, "invariant": {}}  # on a CPU calls stay PyTorch's
 
 
 def test_results_of_some_cases_do_not_take_the_place_of_all():

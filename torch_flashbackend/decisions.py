@@ -2,8 +2,8 @@
 
 Two levels: `recent`, the last few calls, each compared with in one step; and `cache`, a dictionary of all.
 
-May import `_torch.py` at the top, and problem, routing and ops when the first call arrives, so that enabling the plugin
-loads none of them. Imported by override, kernel_hook and selection.
+May import `_torch.py` and batch_invariance.py at the top, and problem, routing and ops when the first call arrives, so
+that enabling the plugin loads none of them. Imported by override, kernel_hook and selection.
 
 The dictionary's key holds everything that a routing rule may look at (problem.py lists it): a rule that reads something
 new needs that in `signature` and `settings`, or it will be answered for another call.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import _torch
+from .batch_invariance import on_change
 from .integrations import dtensor
 
 __all__ = [
@@ -378,6 +379,9 @@ def forget() -> None:
     """Empty the cache: settings outside the key have changed. Counts go to stats."""
     with _lock:
         _clear()
+
+
+on_change(forget)
 
 
 def warn_once(message: str) -> None:

@@ -1,8 +1,8 @@
 """enable() and disable(): the call hook on F.scaled_dot_product_attention, and everything that goes with switching it.
 
-May import `_torch.py`, decisions.py, kernel_hook.py, nested.py and integrations/ at the top; routing, ops and the
-kernels are imported by the first call that gets that far. Imported by the package's `__init__` and by autoload.py,
-possibly while torch itself is still being imported.
+May import `_torch.py`, batch_invariance.py, decisions.py, kernel_hook.py, nested.py and integrations/ at the top;
+routing, ops and the kernels are imported by the first call that gets that far. Imported by the package's `__init__` and
+by autoload.py, possibly while torch itself is still being imported.
 
 A call's way: F.scaled_dot_product_attention -> dispatcher (autocast has run) -> `hook` below, at the key
 AutogradCUDA -> a Decision from the cache, or from routing -> ops.run, or stock as if nothing were there.
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _torch, decisions, kernel_hook, nested
+from .batch_invariance import is_batch_invariant, on_change
 from .integrations import transformers
 
 __all__ = ["activate", "disable", "enable", "is_enabled"]
@@ -178,7 +179,7 @@ class _CacheTag:
 
     The tag is part of the keys of the AOTAutograd and FX graph caches on disk. Their keys hold the graph before it is
     traced through our hook, so that without the tag a process with the plugin off would be served graphs made with it
-    on. The version is in the tag because the routing rules are in the graphs.
+    on. The version is in the tag because the routing rules are in the graphs, and batch invariance because it is one.
     """
 
     def set(self) -> None:
@@ -186,7 +187,7 @@ class _CacheTag:
 
         config = torch.compiler.config
         self._before = config.cache_key_tag
-        self._ours = f"torch_flashbackend-{__version__}"
+        self._ours = f"torch_flashbackend-{__version__}" + "-batch-invariant" * is_batch_invariant()
         config.cache_key_tag = f"{self._before}+{self._ours}" if self._before else self._ours
 
     def restore(self) -> None:
@@ -194,6 +195,15 @@ class _CacheTag:
         # The user may have changed the tag meanwhile: take out our part and leave the rest.
         parts = [part for part in config.cache_key_tag.split("+") if part != self._ours]
         config.cache_key_tag = "+".join(parts)
+
+
+def _renew_tag() -> None:
+    if _installed is not None:
+        _installed.cache_tag.restore()
+        _installed.cache_tag.set()
+
+
+on_change(_renew_tag)
 
 
 def make_call_hook(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import policy, reference, routing
+from .batch_invariance import planned_batch
 from .kernels import KernelUnavailable
 from .problem import Problem
 
@@ -158,13 +159,13 @@ def _specialisations(problem: Problem) -> Iterable[Any]:
     if decode.takes(batch, problem.num_kv_heads, problem.seqlen_q, problem.seqlen_k, group, problem.is_causal):
         yield decode.specialise(
             problem.head_dim, problem.head_dim_v, problem.query_dtype,
-            units=batch * problem.num_kv_heads, rows=problem.seqlen_q * group, seqlen_k=problem.seqlen_k,
+            units=planned_batch(batch) * problem.num_kv_heads, rows=problem.seqlen_q * group, seqlen_k=problem.seqlen_k,
         ).specialisation  # fmt: skip
     else:
         yield forward.specialise(
             problem.head_dim, problem.head_dim_v, problem.query_dtype, problem.is_causal, problem.requires_grad,
             seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
-            batch_heads=batch * problem.num_heads, num_sms=sm_count,
+            batch_heads=planned_batch(batch) * problem.num_heads, num_sms=sm_count,
         )  # fmt: skip
     if problem.requires_grad:
         deterministic = torch.are_deterministic_algorithms_enabled()

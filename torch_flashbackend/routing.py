@@ -125,7 +125,12 @@ def first_failure(problem: Problem, backend: str, automatic: bool) -> Constraint
 
 
 def worth(problem: Problem, backend: str) -> Verdict:
-    """Is a call that a kernel could take worth taking? Yes if stock fails at it or if it is measured to be faster."""
+    """Is a call that a kernel could take worth taking? Yes if stock fails at it or if it is measured to be faster.
+
+    Whatever the batch size must not change is ours, since stock's kernels choose by it.
+    """
+    if problem.batch_invariant:
+        problem = problem.of_one_batch()
     for rule in STOCK_FAILS:
         if rule.applies(problem):
             # A call with a mask is ours then, and a matter among our kernels.
@@ -133,6 +138,10 @@ def worth(problem: Problem, backend: str) -> Verdict:
             return Verdict(True, rule.reason, rule.message(problem)) if slower is None else slower
     if _empty(problem):
         return Verdict(False, "nothing to compute", f"query {describe_shape(problem.query_shape)} is empty")
+    if problem.batch_invariant:
+        slower = policy.not_the_fastest_of_ours(problem, backend)
+        message = "set_batch_invariant(True): no choice may depend on the batch size, and PyTorch's do"
+        return Verdict(True, "batch-invariant", message) if slower is None else slower
     return policy.judge(problem, backend)
 
 
@@ -465,7 +474,11 @@ CUDA = Backend(
         Constraint(
             "packed",
             lambda p: not p.packed,
-            lambda p: "packed sequences of different lengths are not supported by the cuda backend",
+            # One operator serves both (varlen.py), which chooses between its kernels by what a Problem does not hold.
+            lambda p: (
+                "packed sequences are the triton backend's, whose operator runs the cuda backend's kernels where they "
+                "can compute the call"
+            ),
         ),
         Constraint(
             "dropout",

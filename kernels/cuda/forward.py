@@ -1,6 +1,7 @@
 """The host side of the Hopper forward kernel, ``forward.cu``: what to compile for a call, and how to launch it.
 
-May import torch, ``nvrtc.py``, ``driver.py`` and this folder. Imported by ``torch_flashbackend.ops`` and the warm-up.
+May import torch, ``nvrtc.py``, ``driver.py``, ``batch_invariance.py`` and this folder. Imported by
+``torch_flashbackend.ops`` and the warm-up.
 
 Three steps, each of which is done once and kept: a ``Specialisation`` (what the compiler must know), a ``Plan`` (all
 that a call on tensors of these shapes and strides needs but its pointers), and the launch, which patches pointers in.
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ... import driver, nvrtc
+from ...batch_invariance import on_change, planned_batch
 from .. import KernelUnavailable, launch_counts
 from ..mask_strides import strides_of
 from . import decode, dropout, masks, tiles
@@ -271,7 +273,7 @@ class Plan:
         if mask is None:
             spec = specialise(
                 head_dim, head_dim_v, query.dtype, is_causal, write_lse,
-                seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=batch * heads, num_sms=num_sms,
+                seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=planned_batch(batch) * heads, num_sms=num_sms,
                 has_dropout=dropout_p > 0.0,
             )  # fmt: skip
         else:
@@ -493,5 +495,6 @@ def forward(
     found(query, key, value, out, logsumexp, mask, dropout_seed)
 
 
+on_change(_plans.clear)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_plans.clear)

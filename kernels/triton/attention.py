@@ -1,8 +1,8 @@
 """From tensors to launches: the forward and the backward of attention on Triton kernels.
 
-May import torch, this folder and the plugin's ``_torch.py`` and ``plans.py``. Imported by ``torch_flashbackend.ops``.
-Everything here is rank 4, [B, H, S, D], with all sizes positive; masks are [B or 1, H or 1, seqlen_q or 1, seqlen_k or
-1], never expanded in memory.
+May import torch, this folder and the plugin's ``_torch.py``, ``plans.py`` and ``batch_invariance.py``. Imported by
+``torch_flashbackend.ops``. Everything here is rank 4, [B, H, S, D], with all sizes positive; masks are [B or 1, H or 1,
+seqlen_q or 1, seqlen_k or 1], never expanded in memory.
 
 What a call needs beside its pointers is worked out once and kept in a plan, keyed by everything that it depends on.
 """
@@ -15,6 +15,7 @@ import math
 import torch
 
 from ... import _torch
+from ...batch_invariance import on_change
 from ...plans import Plans
 from ..mask_strides import strides_of
 from . import backward as backward_kernels
@@ -38,6 +39,7 @@ SUM_ROWS = 2**16
 
 
 _plans = Plans()
+on_change(_plans.clear)
 
 
 @functools.cache
