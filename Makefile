@@ -49,6 +49,8 @@ endif
 ifdef OFFLINE
   PIP_FLAGS := --no-deps --no-index
 endif
+# Byte code is left to the first import: of the thousands of files that torch and the others bring, few are ever read.
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-cpu test-gpu test-interpreter test-extended gpu-test lint format typecheck bench clean
@@ -62,14 +64,14 @@ $(STAMP): pyproject.toml Makefile
 ifndef NO_VENV
 	@echo "Setting up $(VENV) with $(TORCH): minutes the first time, nothing later"
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)" "setuptools>=77.0.3"
+	$(INSTALL) "$(TORCH)" "setuptools>=77.0.3"
 	@$(PY) -c "import sys, importlib.util as u; sys.exit(sys.platform == 'linux' and u.find_spec('triton') is None)" \
-	  || { set -x; $(PY) -m pip install --quiet --disable-pip-version-check "$(TRITON)"; }
+	  || { set -x; $(INSTALL) "$(TRITON)"; }
 	@$(PY) -c "import sys; from importlib.metadata import distributions as d; \
 	  sys.exit(sys.platform == 'linux' and not any(x.name.startswith('nvidia-cuda-nvrtc') for x in d()))" \
-	  || { set -x; $(PY) -m pip install --quiet --disable-pip-version-check "$(NVRTC)"; }
+	  || { set -x; $(INSTALL) "$(NVRTC)"; }
 endif
-	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-build-isolation --editable ".[$(EXTRAS)]"
+	$(INSTALL) $(PIP_FLAGS) --no-build-isolation --editable ".[$(EXTRAS)]"
 	@mkdir -p $(dir $(STAMP)) && touch $(STAMP)
 
 demo: $(STAMP)
