@@ -10,9 +10,11 @@ import json
 import math
 import statistics
 import sys
+import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from benchmarks import (  # noqa: E402
     report,
     special,
     training,
+    tuning,
     varlen,
 )
 
@@ -223,6 +226,42 @@ def test_scripts_run_at_tiny_sizes_on_a_cpu(tmp_path, capsys, main, kind, argume
             default = {"default"} & set(row["ms"]["forward"])  # the plugin takes nothing on a CPU
             assert all(set(row["nested_us"][name]) == default for name in ("forward", "backward", "training"))
         assert any({"varlen", "packed_triton", "default", "dense"} <= set(row["ms"]["forward"]) for row in data["rows"])
+
+
+def test_tuners_stop_when_their_time_is_over(tmp_path, capsys):
+    """Rows that were measured stay, the others are named."""
+    began = time.monotonic()
+    options = tuning.parser("", rounds=1, budget_s=5.0, only="").parse_args(["--out", str(tmp_path / "tune.json")])
+
+    def measure(row: str) -> tuple[dict, str]:
+        assert row in ("first", "second"), "measured although the time is over"
+        if row == "second":
+            options.budget = -1.0
+        return {"label": row}, tuning.fastest_first({"slow": 2.0, "fast": 1.0}, {"wrong": "differs"})
+
+    options.device = "cpu"
+    tuning.measure_rows("tune_test", options, began, ["first", "second", "third"], str, measure)
+    written = json.loads((tmp_path / "tune.json").read_text())
+    assert [row["label"] for row in written["rows"]] == ["first", "second"]
+    assert written["not_measured"] == ["third"] and not written["complete"]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "first: fast 1.000  slow 2.000  failed: {'wrong': 'differs'}"
+    assert said[-1] == "not measured: third"
+
+
+def test_tuners_compile_each_binary_once_and_name_those_that_fail(capsys):
+    class Fake(NamedTuple):
+        name: str
+
+        def compile(self) -> None:
+            compiled.append(self.name)
+            if self.name == "wrong":
+                raise RuntimeError("no such instruction")
+
+    compiled: list[str] = []
+    tuning.compile_in_threads([Fake("right"), Fake("wrong"), Fake("right")], lambda fake: fake.name)
+    assert sorted(compiled) == ["right", "wrong"]
+    assert "wrong: no such instruction" in capsys.readouterr().out
 
 
 def test_what_decoding_chooses_is_near_the_best_that_was_measured():

@@ -1,5 +1,6 @@
 """Every Triton kernel compiled ahead of time for every kind of GPU, with none in the machine, and the table of tiles.
 
+FLASHBACKEND_ALL_CASES=1 compiles every row of the table and more combinations of calls and GPUs; `make test` a part.
 A warm Triton cache (TRITON_CACHE_DIR, ~/.triton) makes this a matter of seconds.
 """
 
@@ -18,6 +19,8 @@ pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
 
 from torch_flashbackend.kernels.triton import attention, stored_plan, tiles
+
+from sampling import cover
 
 TARGETS = {f"sm_{capability}": GPUTarget("cuda", capability, 32) for capability in (80, 86, 89, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
@@ -76,11 +79,26 @@ def every_row() -> list[Any]:
     return found
 
 
+def some_rows() -> list[Any]:
+    """Each tile of a family, at the largest head_dim that uses it; each target with every kernel."""
+
+    def tile_of(row):
+        family = family_of(TARGETS[row[0]])
+        return family, tiles.choose(row[1], family, *row[2:], "masked")
+
+    return cover(
+        sorted(every_row(), key=lambda row: -row[3]),
+        tile_of,
+        lambda row: row[:2],
+        lambda row: (family_of(TARGETS[row[0]]), *row[2:]),
+    )
+
+
 def dtypes_of(itemsize: int, number: int) -> torch.dtype:
     return torch.float32 if itemsize == 4 else (torch.bfloat16, torch.float16)[number % 2]
 
 
-@pytest.mark.parametrize(("name", "kernel", "itemsize", "head_dim"), every_row())
+@pytest.mark.parametrize(("name", "kernel", "itemsize", "head_dim"), some_rows())
 def test_tiles_fit_shared_memory(name, kernel, itemsize, head_dim):
     """With a float32 mask, which is the call that needs the most of it."""
     dtype = dtypes_of(itemsize, tiles.KERNELS.index(kernel))
@@ -102,7 +120,8 @@ def rows_of_other_kinds() -> list[Any]:
                 for kind in dict.fromkeys(kinds):
                     used = rows.get(f"{kernel} {kind}", rows[kernel])
                     found += [(name, kernel, kind, itemsize, head_dim) for head_dim in used]
-    return found
+    # Each kind of row, at its largest head_dim.
+    return cover(sorted(found, key=lambda row: -row[4]), lambda row: row[:4])
 
 
 @pytest.mark.parametrize(("name", "kernel", "kind", "itemsize", "head_dim"), rows_of_other_kinds())
@@ -156,14 +175,13 @@ WITHOUT_MASK = [name for name, options in VARIANTS.items() if "mask" not in opti
 
 
 def some_variants() -> list[Any]:
-    """Every variant with every target and with every kernel, without all combinations of the three."""
-    found = []
-    for number, name in enumerate(TARGETS):
-        for position, kernel in enumerate(tiles.KERNELS):
-            for index, variant in enumerate(VARIANTS):
-                if (number + position + index) % 4 == 0:
-                    found.append((name, kernel, variant))
-    return found
+    """Every variant with every family of GPUs and with every kernel, every target with every kernel."""
+    return cover(
+        itertools.product(TARGETS, tiles.KERNELS, VARIANTS),
+        lambda case: (family_of(TARGETS[case[0]]), case[2]),
+        lambda case: case[1:],
+        lambda case: case[:2],
+    )
 
 
 @pytest.mark.parametrize(("name", "kernel", "variant"), some_variants())

@@ -204,11 +204,11 @@ def test_long_sums_in_parts(sums_of_32_rows, kind, seqlen_q):
 @pytest.mark.parametrize("kind", ["dense", "causal", "few keys", "bool", "float32", "rising", "negative scale"])
 def test_long_sums_over_keys_in_parts(sums_of_32_rows, kind, dtype):
     """Parts of which the last is short or full, rows that see a few or nothing, maxima that move between them."""
-    seqlen_q, seqlen_k = (199, 170) if kind == "causal" else (40, 144 if kind == "few keys" else 203)
+    seqlen_q, seqlen_k = (103, 90) if kind == "causal" else (20, 80 if kind == "few keys" else 107)
     mask = random_mask(kind, 1, H, seqlen_q, seqlen_k) if kind in ("bool", "float32") else None
     if kind == "bool":
         mask[..., 3, :] = False
-        mask[..., 5, :150] = False
+        mask[..., 5, :75] = False
     options = {"is_causal": kind == "causal", "scale": -0.5 if kind == "negative scale" else None}
     call = sample(batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype, attn_mask=mask, **options)
     if kind == "rising":
@@ -420,11 +420,11 @@ def test_any_scale(scale, kind):
     run_and_check(sample(dtype=dtype, scale=scale, attn_mask=mask, is_causal=kind == "causal"))
 
 
-@DTYPES
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("kind", ["dense", "causal", "bool", "query"])
-def test_grouped_queries(monkeypatch, dtype, kv_heads, kind):
+def test_grouped_queries(monkeypatch, kv_heads, kind):
     use_tiles(monkeypatch, 16, 32)
+    dtype = HALF if (kv_heads == 1) == (kind in ("dense", "query")) else SINGLE
     mask = random_mask(kind, 1, 4, SQ, SK, dtype=dtype) if kind in ("bool", "query") else None
     options = {"attn_mask": mask, "mask_grad": kind == "query", "is_causal": kind == "causal"}
     run_and_check(sample(batch=1 if kv_heads == 2 else 2, heads=4, kv_heads=kv_heads, dtype=dtype, **options))
