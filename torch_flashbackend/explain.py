@@ -21,6 +21,10 @@ from .routing import Decision
 
 __all__ = ["Explanation", "explain", "explain_problem", "other_implementations", "plugin_enabled"]
 
+# Constraints that a call fails where PyTorch, too, refuses it or has rules of its own.
+PYTORCHS_BUSINESS = frozenset(
+    {"devices", "dtypes", "rank", "shapes", "kv heads", "batch", "mask dtype", "mask shape", "dropout_p"}
+)
 HEADINGS = ("backend", "takes it", "why")
 
 
@@ -127,7 +131,11 @@ def explain_problem(problem: Problem, *, here: bool = True) -> Explanation:
     notes = _notes(problem, enabled, allowed, backend, here) + (other_implementations() if here else ())
     if here and not enabled and allowed is None and backend != "stock":
         notes = ("The plugin is off: PyTorch runs this call. torch_flashbackend.enable() switches it on.", *notes)
-    return Explanation(backend, decision, rows, problem, problem.stock_backend, enabled, allowed, notes)
+    stock_backend = problem.stock_backend
+    if decision is not None and decision.reason in PYTORCHS_BUSINESS:
+        stock_backend = None
+        notes = ("What PyTorch makes of such arguments, an error most likely, is its own to say.", *notes)
+    return Explanation(backend, decision, rows, problem, stock_backend, enabled, allowed, notes)
 
 
 def plugin_enabled() -> bool:
