@@ -84,6 +84,12 @@ def test_an_invalid_call_is_explained_too(qkv):
     assert "do not broadcast" in rows[2][2]
 
 
+def test_what_is_no_tensor_is_named(qkv):
+    query, key, _ = qkv
+    with pytest.raises(TypeError, match="argument 'value' must be Tensor, not NoneType"):
+        explain(query, key, None)
+
+
 def test_of_arguments_that_pytorch_refuses_no_kernel_of_pytorch_is_named():
     wrong = explain_problem(Problem.from_shapes((2, 16, 64, 128), dropout_p=2.0, gpu="NVIDIA H200"), here=False)
     assert wrong.stock_backend is None and "an error most likely" in str(wrong)

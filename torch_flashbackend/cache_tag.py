@@ -2,13 +2,13 @@
 
 May import torch; it runs while torch itself is still being imported. Imported by override.py. The tag,
 torch.compiler.config.cache_key_tag, is part of the keys of the AOTAutograd and FX graph caches. Their keys hold the
-graph before it is traced through our hooks, so that without the tag a process with the plugin off would be served graphs
-made with it on. The version is in the tag because the routing rules are in the graphs.
+graph before it is traced through our hooks, so that without the tag a process with the plugin off would be served
+graphs made with it on. The version is in the tag because the routing rules are in the graphs.
 
 Private interface: the entry of that setting in `torch.compiler.config._config`. In newer versions of torch (2.13, not
-2.11) what a program assigns to a setting holds for its thread alone, and the plugin is on in all of them. If it goes, the tag is assigned in
-the ordinary way, and threads other than the one that switches the plugin on share their caches with the plugin's
-absence.
+2.11) what a program assigns to a setting holds for its thread alone, and the plugin is on in all of them. If the entry
+goes, the tag is assigned in the ordinary way, and threads other than the one that switches the plugin on find what
+was compiled without it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class CacheTag:
         self._ours = f"torch_flashbackend-{__version__}"
 
     def set(self) -> None:
+        """Put our part in."""
         entry = _entry()
         if entry is None:
             torch.compiler.config.cache_key_tag = self.with_ours(torch.compiler.config.cache_key_tag)
@@ -41,6 +42,7 @@ class CacheTag:
             entry.user_override = self.with_ours(entry.user_override)
 
     def restore(self) -> None:
+        """Take it out again."""
         entry = _entry()
         if entry is None:
             torch.compiler.config.cache_key_tag = self.without_ours(torch.compiler.config.cache_key_tag)

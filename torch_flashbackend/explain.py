@@ -95,6 +95,9 @@ def explain(
     invalid: the table then says what is wrong with it. Under autocast, give the tensors in the dtype that autocast
     would cast them to.
     """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"explain(): argument '{name}' must be Tensor, not {type(tensor).__name__}")
     problem = _packed_problem(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if problem is None:
         problem = Problem.from_tensors(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
