@@ -248,7 +248,9 @@ class ClockLog:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Versions, GPU and commit, as they stand in every results file."""
+    """Versions, GPU and commit, as they stand in every results file. Ends the program where there is no such GPU."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        sys.exit("there is no GPU here that torch can use (--device cpu, where there is one, only shows that it runs)")
     facts: dict[str, Any] = {
         "torch": torch.__version__,
         "python": platform.python_version(),

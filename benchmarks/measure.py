@@ -122,9 +122,9 @@ def main(kind: str, module: str, cases: list[Case], names: list[str], arguments:
         extra += ["--forward-only"] if arguments.forward_only else []
         harness.precompile(module, arguments.workers, 0.5 * arguments.budget, extra)
 
+    facts = harness.environment(arguments.device)
     rounds, round_ms = (2, 0.2) if arguments.smoke else (arguments.rounds, arguments.round_ms)
     meter = Meter(arguments.device, rounds, round_ms)
-    facts = harness.environment(arguments.device)
     path = harness.results_path(arguments, facts, kind)
     results = Results(path, kind, facts, {**vars(arguments), "contenders": names})
     clocks = ClockLog(meter.device)

@@ -465,7 +465,9 @@ CUDA = Backend(
         Constraint(
             "packed",
             lambda p: not p.packed,
-            lambda p: "packed sequences of different lengths are not supported by the cuda backend",
+            lambda p: (
+                "packed sequences are counted as triton's; on a Hopper GPU plain ones run the cuda backend's kernels there"
+            ),
         ),
         Constraint(
             "dropout",
