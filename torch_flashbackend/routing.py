@@ -466,7 +466,7 @@ CUDA = Backend(
             "packed",
             lambda p: not p.packed,
             lambda p: (
-                "packed sequences are counted as triton's; on a Hopper GPU plain ones run the cuda backend's kernels there"
+                "packed sequences are counted as triton's, which on Hopper GPUs hands plain ones to cuda's kernels"
             ),
         ),
         Constraint(
