@@ -116,7 +116,6 @@ def main(kind: str, module: str, cases: list[Case], names: list[str], arguments:
     if arguments.compile_only:
         compile_only(cases, arguments.device, arguments.layout)
         return 0
-    facts = harness.environment(arguments.device)
     if arguments.workers and torch.device(arguments.device).type == "cuda":
         extra = ["--device", arguments.device, "--layout", arguments.layout, "--only", arguments.only]
         extra += ["--smoke"] if arguments.smoke else []
@@ -125,6 +124,7 @@ def main(kind: str, module: str, cases: list[Case], names: list[str], arguments:
 
     rounds, round_ms = (2, 0.2) if arguments.smoke else (arguments.rounds, arguments.round_ms)
     meter = Meter(arguments.device, rounds, round_ms)
+    facts = harness.environment(arguments.device)
     path = harness.results_path(arguments, facts, kind)
     results = Results(path, kind, facts, {**vars(arguments), "contenders": names})
     clocks = ClockLog(meter.device)
