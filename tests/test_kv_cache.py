@@ -9,7 +9,7 @@ import torch
 
 from torch_flashbackend import kv_cache
 
-from append_cases import append_call
+from append_cases import append_call, misplaced
 from common import check, error_of
 from decode_cases import FEATURES, CacheCall, cache_call, random_cache_call
 
@@ -89,6 +89,17 @@ def test_rows_beyond_the_capacity_are_dropped():
     kv_cache.attend(**case.arguments)
     assert torch.equal(case.arguments["k_cache"][:, :47], key[:, :47])
     assert torch.equal(case.arguments["k_cache"][:, 47], case.arguments["k"][:, 0])
+
+
+@pytest.mark.parametrize("where", ["plain", "pages"])
+def test_nothing_is_written_outside_of_the_cache(where):
+    arguments, whole = misplaced(append_call(0, where=where))
+    if where == "pages":  # a page's rows are fewer than a sequence's
+        arguments["cache_seqlens"] = torch.tensor([-17, 48, 500], dtype=torch.int32)
+    before = [tensor.clone() for tensor in whole]
+    kv_cache.attend(**arguments)
+    for tensor, was in zip(whole, before):
+        assert torch.equal(tensor, was)
 
 
 def operator_arguments(seed: int, **options) -> tuple[tuple, tuple]:

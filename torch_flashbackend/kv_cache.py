@@ -68,7 +68,7 @@ def attend(
     page_size, kv_heads, head_dim]. float16, bfloat16 or float32, head_dim 1 to 256, heads a multiple of kv_heads.
 
     k, v [batch, seqlen_new, kv_heads, head_dim]: written to rows cache_seqlens.. of the cache, in place.
-    rotary_cos, rotary_sin [positions, rotary_dim / 2], with k only: turn k by the angles of its positions, which
+    rotary_cos, rotary_sin [positions of every key in use, rotary_dim / 2], with k only: turn k by the angles of its positions, which
         count from cache_leftpad on, and q by those of the same positions where causal or a window is asked for, by
         the one of position cache_seqlens otherwise. rotary_interleaved: pairs are columns (0, 1), (2, 3) ..., else the
         first half and the second.
@@ -260,7 +260,7 @@ def _rotate(tensor: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interlea
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     turned, rest = wide[..., : 2 * half], wide[..., 2 * half :]
     first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
-    position = position.clamp(max=cos.size(0) - 1)
+    position = position.clamp(0, cos.size(0) - 1)
     cosine, sine = (angle[position][:, None].to(wide.dtype) for angle in (cos, sin))
     pair = first * cosine - second * sine, first * sine + second * cosine
     turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
@@ -281,11 +281,11 @@ def _append_math(query, key, value, key_cache, value_cache, rotary_cos, rotary_s
         )
     if block_table is not None:
         page = key_cache.size(2)
-        inside = rows < block_table.size(1) * page
+        inside = (rows >= 0) & (rows < block_table.size(1) * page)
         outer = block_table.long().gather(1, torch.where(inside, rows, 0) // page)
         rows = rows % page
     else:
-        inside = rows < key_cache.size(2)
+        inside = (rows >= 0) & (rows < key_cache.size(2))
         index = torch.arange(batch, device=key.device) if batch_index is None else batch_index.long()
         outer = index[:, None].expand_as(rows)
     for cache, tensor in ((key_cache, key), (value_cache, value)):
