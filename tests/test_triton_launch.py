@@ -214,7 +214,7 @@ def test_a_corrupt_file_in_tritons_cache_is_a_kernel_unavailable(on_a_gpu_withou
     for path in kept:
         path.write_text(path.read_text()[:40])
     attention._plans.clear()
-    with pytest.raises(KernelUnavailable, match="Triton could not compile attention_forward: .*char"):
+    with pytest.raises(KernelUnavailable, match=r"Triton could not compile attention_forward: .*char"):
         forward()
 
 

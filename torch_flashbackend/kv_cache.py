@@ -68,10 +68,10 @@ def attend(
     page_size, kv_heads, head_dim]. float16, bfloat16 or float32, head_dim 1 to 256, heads a multiple of kv_heads.
 
     k, v [batch, seqlen_new, kv_heads, head_dim]: written to rows cache_seqlens.. of the cache, in place.
-    rotary_cos, rotary_sin [positions of every key in use, rotary_dim / 2], with k only: turn k by the angles of its positions, which
-        count from cache_leftpad on, and q by those of the same positions where causal or a window is asked for, by
-        the one of position cache_seqlens otherwise. rotary_interleaved: pairs are columns (0, 1), (2, 3) ..., else the
-        first half and the second.
+    rotary_cos, rotary_sin [positions, for every key in use; rotary_dim / 2], with k only: turn k by the angles of its
+        positions, which count from cache_leftpad on, and q by those of the same positions where causal or a window is
+        asked for, by the one of position cache_seqlens otherwise. rotary_interleaved: pairs are columns (0, 1),
+        (2, 3) ..., else the first half and the second.
     cache_seqlens int32 [batch] or one number: keys in use before k is added; None: the whole capacity.
     cache_batch_idx int32 [batch]: the batch of the cache that each sequence has; cache_leftpad int32 [batch]: its
         first key.
