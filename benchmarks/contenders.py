@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashbackend
 from benchmarks.cases import Case, Inputs
-from benchmarks.harness import OURS, Context, Meter, Run, say
+from benchmarks.harness import OURS, Context, Meter, Run, need_gpu, say
 from torch_flashbackend import decisions, ops, policy, routing
 from torch_flashbackend.problem import Problem
 
@@ -73,6 +73,7 @@ def plugin_on(backend: str) -> Context:
 
 def our_backends(device: torch.device) -> list[str]:
     """Those of our backends that this device has kernels for."""
+    need_gpu(device)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and torch.version.hip is None:
         return list(OURS)
     return ["triton"]

@@ -257,8 +257,15 @@ class ClockLog:
             self._process = None
 
 
+def need_gpu(device: str | torch.device) -> None:
+    """End the program where there is no such device."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        sys.exit("there is no GPU here that torch can use (--device cpu, where there is one, only shows that it runs)")
+
+
 def environment(device: str) -> dict[str, Any]:
-    """Versions, GPU and commit, as they stand in every results file."""
+    """Versions, GPU and commit, as they stand in every results file. Ends the program where there is no such GPU."""
+    need_gpu(device)
     facts: dict[str, Any] = {
         "torch": torch.__version__,
         "python": platform.python_version(),

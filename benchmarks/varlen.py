@@ -319,9 +319,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.smoke:
         chosen = list({case.smaller(): None for case in chosen})
     contenders.take_everything()
+    facts = harness.environment(arguments.device)
     rounds, round_ms = (2, 0.2) if arguments.smoke else (arguments.rounds, arguments.round_ms)
     meter = Meter(arguments.device, rounds, round_ms)
-    facts = harness.environment(arguments.device)
     path = harness.results_path(arguments, facts, "varlen")
     results = Results(path, "varlen", facts, {**vars(arguments), "contenders": list(NAMES)})
     clocks = ClockLog(meter.device)

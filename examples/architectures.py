@@ -264,10 +264,17 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=list(ARCHITECTURES), metavar="names", help="architectures")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=device, choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="bfloat16" if device == "cuda" else "float32")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16" if device == "cuda" else "float32"
+    )
     parser.add_argument("--seqlen", type=int, default=512 if device == "cuda" else 40)
     parser.add_argument("--json", type=Path, help="write the table there too, as the benchmarks write their results")
     options = parser.parse_args()
+    unknown = [name for name in options.names if name not in ARCHITECTURES]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)} (known: {', '.join(ARCHITECTURES)})")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU that torch can use here")
     try:
         import transformers
     except ImportError:

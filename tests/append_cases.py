@@ -22,6 +22,22 @@ class Append:
     value_cache: Tensor
 
 
+def misplaced(case: Append) -> tuple[dict, list[Tensor]]:
+    """(arguments, everything around the caches): lengths before the first row and behind the last one of the caches.
+
+    The caches are a part of larger tensors, of which nothing may change.
+    """
+    arguments = dict(case.arguments)
+    capacity = arguments["k_cache"].size(1)
+    arguments["cache_seqlens"] = torch.tensor([-capacity - 1, capacity, 3 * capacity], dtype=torch.int32)
+    whole = []
+    for name in ("k_cache", "v_cache"):
+        cache = arguments[name]
+        whole.append(torch.cat((cache, cache.flip(0), cache)))
+        arguments[name] = whole[-1][len(cache) : 2 * len(cache)]
+    return arguments, whole
+
+
 def append_call(
     seed: int,
     *,

@@ -163,6 +163,12 @@ def test_results_are_valid_json_after_every_row(tmp_path):
     assert json.loads(path.read_text())["complete"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_a_benchmark_says_so():
+    with pytest.raises(SystemExit, match="there is no GPU here"):
+        harness.environment("cuda")
+
+
 def test_shards_cover_everything_once():
     items = list(range(11))
     assert sorted(item for i in range(4) for item in harness.shard(items, f"{i}/4")) == items

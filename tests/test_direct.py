@@ -118,6 +118,29 @@ def test_wrong_arguments_raise_stocks_errors():
     assert str(error.value) == str(expected.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": [1.0]}, "argument 'query' must be Tensor, not list"),
+        ({"key": None}, "argument 'key' must be Tensor, not NoneType"),
+        ({"value": "v"}, "argument 'value' must be Tensor, not str"),
+        ({"attn_mask": [[True]]}, "argument 'attn_mask' must be Tensor, not list"),
+        ({"scale": "1"}, "argument 'scale' must be float, not str"),
+    ],
+)
+def test_what_is_no_tensor_is_named(change, message):
+    arguments = dict(zip(("query", "key", "value"), inputs((2, 3, 8, 16), (2, 3, 12, 16))))
+    with pytest.raises(TypeError, match=message):
+        attention(**arguments | change)
+
+
+def test_meta_tensors_give_shapes():
+    query, key, value = (tensor.to("meta") for tensor in inputs((2, 3, 8, 16), (2, 3, 12, 16)))
+    assert attention(query, key, value).shape == (2, 3, 8, 16)
+    out, logsumexp = attention(query, key, value, return_lse=True)
+    assert out.shape == (2, 3, 8, 16) and logsumexp.shape == (2, 3, 8)
+
+
 def test_with_logsumexp_stock_is_never_the_way_out():
     query = sample(1, 2, 8, 16).to(torch.int64)
     with pytest.raises(RuntimeError, match=r"triton: .*\n.*math: "):

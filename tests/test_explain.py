@@ -84,6 +84,19 @@ def test_an_invalid_call_is_explained_too(qkv):
     assert "do not broadcast" in rows[2][2]
 
 
+def test_what_is_no_tensor_is_named(qkv):
+    query, key, _ = qkv
+    with pytest.raises(TypeError, match="argument 'value' must be Tensor, not NoneType"):
+        explain(query, key, None)
+
+
+def test_of_arguments_that_pytorch_refuses_no_kernel_of_pytorch_is_named():
+    wrong = explain_problem(Problem.from_shapes((2, 16, 64, 128), dropout_p=2.0, gpu="NVIDIA H200"), here=False)
+    assert wrong.stock_backend is None and "an error most likely" in str(wrong)
+    right = explain_problem(Problem.from_shapes((2, 16, 64, 128), dropout_p=0.5, gpu="NVIDIA H200"), here=False)
+    assert right.stock_backend is not None and "an error" not in str(right)
+
+
 def test_it_says_whether_the_plugin_is_on(monkeypatch):
     problem = Problem.from_shapes((2, 16, 4096, 128), mask="bool", gpu="NVIDIA H200")
     monkeypatch.setattr("torch_flashbackend.explain.plugin_enabled", lambda: False)
@@ -158,12 +171,26 @@ def test_command_line_knows_a_measured_gpu_by_part_of_its_name(monkeypatch, caps
     assert "on NVIDIA H200" in run(capsys, "explain", "--shape", "2,16,64,128", "--gpu", "h200")
 
 
-@pytest.mark.parametrize("arguments", [("--shape", "2,x"), ("--shape", "2,16,64,128", "--gpu", "Abacus"), ()])
-def test_command_line_errors(arguments, capsys):
+def test_an_architecture_alone_stands_for_any_gpu_of_that_kind(capsys):
+    assert "on sm_90" in run(capsys, "explain", "--shape", "2,16,64,128", "--architecture", "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--shape", "2,x"), "'2,x' is no shape"),
+        (("--shape", "2,16,64,128", "--gpu", "Abacus"), "unknown GPU 'Abacus'"),
+        (("--shape", "2,16,64,128", "--gpu", "h200", "--architecture", "sm90"), "unknown architecture 'sm90'"),
+        (("--shape", "2,16,64,128", "--kv-heads", "four"), "'four' is no positive whole number"),
+        ((), "--shape"),
+    ],
+)
+def test_command_line_errors(arguments, words, capsys):
     with pytest.raises(SystemExit) as caught:
         command.main(("explain", *arguments))
     assert caught.value.code == 2
-    assert "error:" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "error:" in error and words in error
 
 
 def test_info(capsys):

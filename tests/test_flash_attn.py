@@ -147,6 +147,39 @@ def test_other_refusals_name_their_argument():
         flash_attn.flash_attn_func(*dense(), alibi_slopes=torch.ones(3, HEADS))
     with pytest.raises(ValueError, match="head_dim"):
         flash_attn.flash_attn_func(*(tensor[0] for tensor in dense()))
+    q, k, v = dense()
+    for causal in (False, True):
+        with pytest.raises(ValueError, match="do not fit"):
+            flash_attn.flash_attn_func(q, k[..., :8], v, causal=causal)
+    with pytest.raises(ValueError, match="must divide"):
+        flash_attn.flash_attn_func(q, torch.cat((k, k, k), 2), torch.cat((v, v, v), 2))
+    with pytest.raises(ValueError, match="window_size"):
+        flash_attn.flash_attn_func(q, k, v, window_size=3)
+    with pytest.raises(TypeError, match="k must be a tensor, not list"):
+        flash_attn.flash_attn_func(q, [k], v)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "message"),
+    [
+        ("flash_attn_qkvpacked_func", (2, 8, 2, 4, 16), r"qkv is \[batch, seqlen, 3, heads, head_dim\]"),
+        ("flash_attn_qkvpacked_func", (2, 8, 4, 16), "qkv is"),
+        ("flash_attn_varlen_qkvpacked_func", (8, 2, 4, 16), r"qkv is \[total, 3"),
+    ],
+)
+def test_packed_tensors_of_another_shape_are_named(function, shape, message):
+    more = (torch.tensor([0, 8]), 8) if "varlen" in function else ()
+    with pytest.raises(ValueError, match=message):
+        getattr(flash_attn, function)(torch.zeros(shape), *more)
+
+
+def test_longest_lengths_may_be_left_out():
+    call = varlen_call((12, 7))
+    tensors = (call.query, call.key, call.value, *call.cu_seqlens())
+    torch.testing.assert_close(
+        flash_attn.flash_attn_varlen_func(*tensors, None, None, causal=True),
+        flash_attn.flash_attn_varlen_func(*tensors, 12, 12, causal=True),
+    )
 
 
 def test_the_cache_function_passes_everything_on(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 
 from torch_flashbackend import kv_cache
 
-from append_cases import append_call
+from append_cases import append_call, misplaced
 from common import check, error_of
 from decode_cases import FEATURES, CacheCall, cache_call, random_cache_call
 
@@ -91,6 +91,17 @@ def test_rows_beyond_the_capacity_are_dropped():
     assert torch.equal(case.arguments["k_cache"][:, 47], case.arguments["k"][:, 0])
 
 
+@pytest.mark.parametrize("where", ["plain", "pages"])
+def test_nothing_is_written_outside_of_the_cache(where):
+    arguments, whole = misplaced(append_call(0, where=where))
+    if where == "pages":  # a page's rows are fewer than a sequence's
+        arguments["cache_seqlens"] = torch.tensor([-17, 48, 500], dtype=torch.int32)
+    before = [tensor.clone() for tensor in whole]
+    kv_cache.attend(**arguments)
+    for tensor, was in zip(whole, before):
+        assert torch.equal(tensor, was)
+
+
 def operator_arguments(seed: int, **options) -> tuple[tuple, tuple]:
     """(arguments of append, arguments of decode) of a call that has most of them."""
     given = append_call(seed, **options).arguments
@@ -136,12 +147,47 @@ def test_compiled_as_one_graph_that_writes_into_the_cache():
         ({"cache_batch_idx": torch.zeros(3, dtype=torch.int32), "block_table": torch.zeros(3, 3, dtype=torch.int32)},
          "cache_batch_idx"),
         ({"rotary_cos": torch.zeros(60, 17), "rotary_sin": torch.zeros(60, 17)}, "at most 16"),
+        ({"rotary_cos": torch.zeros(17), "rotary_sin": torch.zeros(17)}, "positions, at most 16"),
+        # What a kernel would read behind the end of a tensor, or on another device.
+        ({"cache_seqlens": torch.zeros(1, dtype=torch.int32)}, r"one number or \[batch\] = \[3\]"),
+        ({"cache_seqlens": -1}, "cache_seqlens -1"),
+        ({"cache_leftpad": torch.zeros(2, dtype=torch.int32)}, "cache_leftpad"),
+        ({"cache_batch_idx": torch.zeros(2, dtype=torch.int32)}, "cache_batch_idx"),
+        ({"block_table": torch.zeros(3, dtype=torch.int32)}, "block_table"),
+        ({"sinks": torch.zeros(3)}, r"sinks are \[4\]"),
+        ({"alibi_slopes": torch.zeros(2, 4)}, r"alibi_slopes are \[4\] or \[3, 4\]"),
+        ({"cache_seqlens": torch.zeros(3, dtype=torch.int32, device="meta")}, "cache_seqlens is on meta"),
+        ({"window_size": 3}, "window_size"),
     ],
 )  # fmt: skip
 def test_errors_name_what_is_wrong(change, message):
     arguments = append_call(0).arguments | change
     with pytest.raises(ValueError, match=message):
         kv_cache.attend(**arguments)
+
+
+def test_what_is_no_tensor_is_named():
+    arguments = append_call(0).arguments
+    for name in ("q", "k_cache", "cache_seqlens"):
+        with pytest.raises(TypeError, match=f"{name} must be a tensor, not list"):
+            kv_cache.attend(**arguments | {name: [1, 2, 3]})
+
+
+def test_whole_numbers_are_refused():
+    given = {"q": torch.zeros(1, 1, 2, 8, dtype=torch.int32)}
+    given |= {name: torch.zeros(1, 4, 2, 8, dtype=torch.int32) for name in ("k_cache", "v_cache")}
+    with pytest.raises(ValueError, match="int32"):
+        kv_cache.attend(**given)
+
+
+def test_parameters_that_require_grad_leave_no_history_in_the_cache():
+    """As in a decoding loop without no_grad: every step would hang its graph on the cache of the one before."""
+    arguments = append_call(0).arguments
+    for name in ("q", "k", "v"):
+        arguments[name] = arguments[name].clone().requires_grad_()
+    out = kv_cache.attend(**arguments)
+    assert not out.requires_grad
+    assert not arguments["k_cache"].requires_grad and not arguments["v_cache"].requires_grad
 
 
 def test_a_query_that_sees_nothing_gives_zeros():

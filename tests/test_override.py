@@ -13,7 +13,7 @@ from hooked import counting, hooked, leave_all, run_python, sample, take_valid
 from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 
 import torch_flashbackend
-from torch_flashbackend import _torch, decisions, kernel_hook, ops, override, routing, stats
+from torch_flashbackend import _torch, cache_tag, decisions, kernel_hook, ops, override, routing, stats
 
 sdpa = F.scaled_dot_product_attention
 
@@ -75,7 +75,7 @@ def test_failing_half_way_leaves_nothing_registered(monkeypatch, step):
     with monkeypatch.context() as patch:
         target = {
             "kernels": (kernel_hook.KernelHook, "register"),
-            "tag": (override._CacheTag, "set"),
+            "tag": (cache_tag.CacheTag, "set"),
             "dynamo": (override, "_forget_compiled"),
         }[step]
         patch.setattr(*target, fail)
@@ -128,6 +128,48 @@ def test_the_users_cache_tag_stays():
         config.cache_key_tag = "changed since"
         torch_flashbackend.disable()
         assert config.cache_key_tag == "changed since"
+    finally:
+        config.cache_key_tag = before
+
+
+def tag_in_a_thread(assigned=None, first=lambda: None):
+    """torch.compiler.config.cache_key_tag as another thread sees it, after what it does first."""
+    seen = []
+
+    def look():
+        first()
+        if assigned is not None:
+            torch.compiler.config.cache_key_tag = assigned
+        seen.append(torch.compiler.config.cache_key_tag)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+def test_the_cache_tag_is_there_in_every_thread():
+    torch_flashbackend.enable()
+    tag = torch.compiler.config.cache_key_tag
+    assert tag.startswith("torch_flashbackend-") and tag_in_a_thread() == tag
+    assert tag_in_a_thread(first=torch_flashbackend.disable) == torch.compiler.config.cache_key_tag == ""
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.compiler.config._config["cache_key_tag"].user_override, "get"),
+    reason="settings of this version of torch hold for all threads; one that is assigned later replaces ours",
+)
+def test_the_cache_tag_stays_behind_what_is_assigned_later():
+    config = torch.compiler.config
+    before = config.cache_key_tag
+    try:
+        torch_flashbackend.enable()
+        ours = config.cache_key_tag
+        assert tag_in_a_thread("mine") == f"mine+{ours}"
+        with config.patch(cache_key_tag="for a while"):
+            assert config.cache_key_tag == f"for a while+{ours}"
+        config.cache_key_tag = ""
+        assert config.cache_key_tag == ours
     finally:
         config.cache_key_tag = before
 

@@ -53,6 +53,15 @@ class RoutingTest(TestCase):
         self.assertIsNotNone(failed)
         return f"{failed.name}: {failed.message(call)}"
 
+    def test_an_old_gpu_leaves_every_call_to_stock(self):
+        for gpu in ("Tesla V100", "Tesla T4"):
+            for mask in (None, "bool", "float_grad"):
+                for training in (False, True):
+                    for entry in ("sdpa", "_scaled_dot_product_flash_attention"):
+                        call = Problem.from_shapes(SHAPE, mask=mask, training=training, gpu=gpu, entry=entry)
+                        decision = decide(call)
+                        assert (decision.backend, decision.reason) == ("stock", "architecture")
+
     def test_what_stock_gets_wrong_is_taken(self):
         unaligned = changed(problem(), aligned=False)
         self.assertExpectedInline(

@@ -203,6 +203,21 @@ def test_no_folder_for_tritons_cache_is_a_kernel_unavailable(on_a_gpu_without_a_
         forward()
 
 
+def test_a_corrupt_file_in_tritons_cache_is_a_kernel_unavailable(on_a_gpu_without_a_compiler, monkeypatch, tmp_path):
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    with pytest.raises(KernelUnavailable):  # compiled and kept; it cannot be loaded without a GPU
+        forward()
+    kept = [path for path in tmp_path.rglob("*.json") if "__grp__" not in path.name]
+    assert kept
+    for path in kept:
+        path.write_text(path.read_text()[:40])
+    attention._plans.clear()
+    with pytest.raises(KernelUnavailable, match=r"Triton could not compile attention_forward: .*char"):
+        forward()
+
+
 def test_no_memory_to_load_a_kernel_is_said_as_such(on_a_gpu_without_a_compiler, monkeypatch):
     """It may be there the next time, so it is no KernelUnavailable, after which nobody asks again."""
 

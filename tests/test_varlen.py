@@ -164,6 +164,9 @@ NAMED_ERRORS = {
     "sinks": (lambda a: a | {"sinks": torch.ones(3)}, "sinks are"),
     "alignment": (lambda a: a | {"causal_alignment": "left"}, "bottom_right"),
     "device": (lambda a: a | {"cu_seqlens_q": a["cu_seqlens_q"].to("meta")}, "device"),
+    "window": (lambda a: a | {"window_size": 3}, "window_size is"),
+    "first of lengths": (lambda a: a | {"cu_seqlens_q": a["cu_seqlens_q"] + 2}, "cu_seqlens_q begins with 0.* 2 first"),
+    "order of lengths": (lambda a: a | {"cu_seqlens_k": torch.tensor([0, 10, 4])}, "cu_seqlens_k.* 4 behind 10"),
 }
 
 
@@ -176,6 +179,22 @@ def test_errors_say_what_does_not_fit(name):
     change, message = NAMED_ERRORS[name]
     with pytest.raises(ValueError, match=message):
         torch_flashbackend.attention_varlen(**change(arguments))
+
+
+@pytest.mark.parametrize("name", ["query", "value", "cu_seqlens_q", "alibi_slopes"])
+def test_what_is_no_tensor_is_named(name):
+    call = varlen_call((4, 6), dtype=torch.float32)
+    arguments = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), call.cu_seqlens()))
+    arguments |= {"query": call.query, "key": call.key, "value": call.value, name: [0, 4, 10]}
+    with pytest.raises(TypeError, match=f"{name} must be a tensor, not list"):
+        torch_flashbackend.attention_varlen(**arguments)
+
+
+def test_meta_tensors_give_shapes():
+    call = varlen_call((4, 6), dtype=torch.float16)
+    tensors = [tensor.to("meta") for tensor in (call.query, call.key, call.value, *call.cu_seqlens())]
+    out = torch_flashbackend.attention_varlen(*tensors, is_causal=True)
+    assert out.device.type == "meta" and out.shape == call.query.shape and out.dtype == torch.float16
 
 
 def test_a_kernel_that_cannot_be_had_is_replaced_by_pytorch_operations(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import torch_flashbackend
 from torch_flashbackend import policy, precompile
@@ -71,15 +72,29 @@ def test_triton_where_the_cuda_backend_does_not_go(compiled):
 @pytest.mark.parametrize(
     ("shapes", "options", "words"),
     [
-        ([(16, 4096, 128)], {"gpu": "NVIDIA H200"}, "a shape is"),
+        ([(16, 4096, 128)], {"gpu": "NVIDIA H200"}, r"shapes are a list of .* got \[16, 4096, 128\]"),
+        (SHAPE, {"gpu": "NVIDIA H200"}, f"shapes are a list of .* got {SHAPE[0]} in it"),
+        ([SHAPE], {"gpu": "NVIDIA H200", "dtypes": ["bfloat16"]}, "got 'bfloat16'"),
         ([SHAPE], {"gpu": "Abacus"}, "unknown GPU"),
         ([SHAPE], {"gpu": "cpu"}, "no GPU here to compile for"),
         ([SHAPE], {"gpu": "NVIDIA H200", "backends": ["cudnn"]}, "there is no backend"),
+        ([SHAPE], {"gpu": "NVIDIA H200", "backends": "cudnn"}, "there is no backend 'cudnn'"),
+        ([SHAPE], {"gpu": "NVIDIA H200", "architecture": "Hopper"}, "unknown architecture 'Hopper'"),
     ],
 )
 def test_what_makes_no_sense_is_a_value_error(compiled, shapes, options, words):
     with pytest.raises(ValueError, match=words):
         torch_flashbackend.warmup(shapes, **options)
+
+
+def test_one_option_alone_is_a_list_of_it(compiled):
+    one = torch_flashbackend.warmup(
+        [SHAPE], gpu="NVIDIA H200", dtypes=torch.float16, causal=True, training=False, backends="cuda"
+    )
+    listed = torch_flashbackend.warmup(
+        [SHAPE], gpu="NVIDIA H200", dtypes=[torch.float16], causal=[True], training=[False], backends=["cuda"]
+    )
+    assert len(one) == 1 and [call[:3] for call in one] == [call[:3] for call in listed]
 
 
 def test_command_line(compiled, capsys):

@@ -131,10 +131,9 @@ def _warmup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)
 
 
 def _shape(text: str) -> tuple[int, ...]:

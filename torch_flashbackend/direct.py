@@ -64,16 +64,31 @@ def attention(
     Raises what F.scaled_dot_product_attention raises for arguments that do not fit; with return_lse RuntimeError, with
     the failed conditions, where no backend of ours takes the call.
     """
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(query.device.type):
-        if return_lse:
-            return _op_with_logsumexp(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, ",".join(WITH_LOGSUMEXP)
-            )
-        return _op(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "")
-    return call(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-        WITH_LOGSUMEXP if return_lse else None, return_lse,
-    )  # fmt: skip
+    try:
+        device_type = query.device.type
+        if torch.compiler.is_compiling() or (device_type != "meta" and torch.is_autocast_enabled(device_type)):
+            if return_lse:
+                return _op_with_logsumexp(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, ",".join(WITH_LOGSUMEXP)
+                )
+            return _op(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "")
+        return call(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+            WITH_LOGSUMEXP if return_lse else None, return_lse,
+        )  # fmt: skip
+    except (AttributeError, TypeError):
+        # Looked at where it has failed, and so for nothing by the calls that are right.
+        _refuse_other_types(query=query, key=key, value=value, attn_mask=attn_mask, scale=scale)
+        raise
+
+
+def _refuse_other_types(*, scale: Any, **tensors: Any) -> None:
+    """Raise TypeError in PyTorch's words for what is no tensor, or a scale that is no number."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) and not (tensor is None and name == "attn_mask"):
+            raise TypeError(f"attention(): argument '{name}' must be Tensor, not {type(tensor).__name__}")
+    if isinstance(scale, str | bytes | list | tuple):
+        raise TypeError(f"attention(): argument 'scale' must be float, not {type(scale).__name__}")
 
 
 def run(

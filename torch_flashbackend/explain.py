@@ -21,6 +21,10 @@ from .routing import Decision
 
 __all__ = ["Explanation", "explain", "explain_problem", "other_implementations", "plugin_enabled"]
 
+# Constraints that a call fails where PyTorch, too, refuses it or has rules of its own.
+PYTORCHS_BUSINESS = frozenset(
+    {"devices", "dtypes", "rank", "shapes", "kv heads", "batch", "mask dtype", "mask shape", "dropout_p"}
+)
 HEADINGS = ("backend", "takes it", "why")
 
 
@@ -91,6 +95,9 @@ def explain(
     invalid: the table then says what is wrong with it. Under autocast, give the tensors in the dtype that autocast
     would cast them to.
     """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"explain(): argument '{name}' must be Tensor, not {type(tensor).__name__}")
     problem = _packed_problem(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if problem is None:
         problem = Problem.from_tensors(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -127,7 +134,11 @@ def explain_problem(problem: Problem, *, here: bool = True) -> Explanation:
     notes = _notes(problem, enabled, allowed, backend, here) + (other_implementations() if here else ())
     if here and not enabled and allowed is None and backend != "stock":
         notes = ("The plugin is off: PyTorch runs this call. torch_flashbackend.enable() switches it on.", *notes)
-    return Explanation(backend, decision, rows, problem, problem.stock_backend, enabled, allowed, notes)
+    stock_backend = problem.stock_backend
+    if decision is not None and decision.reason in PYTORCHS_BUSINESS:
+        stock_backend = None
+        notes = ("What PyTorch makes of such arguments, an error most likely, is its own to say.", *notes)
+    return Explanation(backend, decision, rows, problem, stock_backend, enabled, allowed, notes)
 
 
 def plugin_enabled() -> bool:

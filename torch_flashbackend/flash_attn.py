@@ -54,9 +54,14 @@ def flash_attn_func(
     Raises NotImplementedError for dropout_p together with a window, softcap, alibi_slopes, return_attn_probs or a
     causal mask over queries and keys of different number; ValueError for shapes that do not fit.
     """
+    varlen.check_types(q=q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} is [batch, seqlen, heads, head_dim], not {list(tensor.shape)}")
+    if k.shape[0] != q.shape[0] or k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[3]:
+        raise ValueError(f"q, k and v do not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"the heads of k, {k.shape[2]}, must divide those of q, {q.shape[2]}")
     left, right = _window(window_size, causal, k.size(1))
     # With as many keys as queries both corners of the mask are the same.
     plain_causal = (left, right) == (-1, 0) and q.size(1) == k.size(1)
@@ -71,8 +76,6 @@ def flash_attn_func(
             return result[0].transpose(1, 2), result[1], None
         return result.transpose(1, 2)  # type: ignore[union-attr]
     _no_dropout(dropout_p, "a window, softcap, alibi_slopes or a causal mask over another number of keys than queries")
-    if k.shape[0] != q.shape[0] or k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"q, k and v do not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k = k.size(1)
     q, k, v = (tensor.flatten(0, 1) for tensor in varlen.under_autocast(q, k, v))
@@ -98,7 +101,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_func` with kv [batch, seqlen_k, 2, kv_heads, head_dim]."""
-    k, v = kv.unbind(2)
+    k, v = _unpacked("kv", kv, ("batch", "seqlen", "2", "kv_heads", "head_dim"))
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
                            deterministic, return_attn_probs)  # fmt: skip
 
@@ -115,7 +118,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_func` with qkv [batch, seqlen, 3, heads, head_dim]."""
-    q, k, v = qkv.unbind(2)
+    q, k, v = _unpacked("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
                            deterministic, return_attn_probs)  # fmt: skip
 
@@ -145,6 +148,9 @@ def flash_attn_varlen_func(
     _no_dropout(dropout_p, "packed sequences")
     if block_table is not None:
         raise NotImplementedError("block_table is not supported here; flash_attn_with_kvcache reads paged caches")
+    varlen.check_types(q=q, k=k, v=v)
+    max_seqlen_q = q.size(0) if max_seqlen_q is None else max_seqlen_q
+    max_seqlen_k = k.size(0) if max_seqlen_k is None else max_seqlen_k
     left, right = _window(window_size, causal, max_seqlen_k)
     q, k, v = varlen.under_autocast(q, k, v)
     out, logsumexp = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, left,
@@ -169,7 +175,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_varlen_func` with kv [total_k, 2, kv_heads, head_dim]."""
-    k, v = kv.unbind(1)
+    k, v = _unpacked("kv", kv, ("total_k", "2", "kv_heads", "head_dim"))
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
                                   softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
                                   return_attn_probs)  # fmt: skip
@@ -189,7 +195,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_varlen_func` with qkv [total, 3, heads, head_dim]."""
-    q, k, v = qkv.unbind(1)
+    q, k, v = _unpacked("qkv", qkv, ("total", "3", "heads", "head_dim"))
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p,
                                   softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
                                   return_attn_probs)  # fmt: skip
@@ -227,9 +233,18 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
 
 
+def _unpacked(name: str, tensor: Tensor, shape: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """What is packed in the dimension of `shape` that is a number. Raises ValueError for another shape."""
+    varlen.check_types(**{name: tensor})
+    dim = next(position for position, size in enumerate(shape) if size.isdigit())
+    if tensor.dim() != len(shape) or tensor.size(dim) != int(shape[dim]):
+        raise ValueError(f"{name} is [{', '.join(shape)}], not {list(tensor.shape)}")
+    return tensor.unbind(dim)
+
+
 def _window(window_size: tuple[int, int], causal: bool, seqlen_k: int) -> tuple[int, int]:
     """(left, right) with a causal mask in it, and -1 for what reaches over all keys."""
-    left, right = window_size
+    left, right = varlen.window(window_size)
     left = -1 if left >= seqlen_k else left
     return left, 0 if causal else -1 if right >= seqlen_k else right
 

@@ -8,7 +8,7 @@ layout [batch, heads, seqlen, head_dim], so that compiled programs hold them:
     append  -> the turned queries  writes into the cache; a rotary embedding turns keys and queries
 
 On CUDA the kernels of ``kernels/triton`` run; elsewhere plain PyTorch, which states what they compute. May import
-torch, `_torch.py`, reference.py and the kernels (these when a GPU call first needs them).
+torch, `_torch.py`, reference.py, varlen.py and the kernels (these when a GPU call first needs them).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import _torch, reference
+from . import _torch, reference, varlen
 
 __all__ = ["attend"]
 
@@ -68,10 +68,10 @@ def attend(
     page_size, kv_heads, head_dim]. float16, bfloat16 or float32, head_dim 1 to 256, heads a multiple of kv_heads.
 
     k, v [batch, seqlen_new, kv_heads, head_dim]: written to rows cache_seqlens.. of the cache, in place.
-    rotary_cos, rotary_sin [positions, rotary_dim / 2], with k only: turn k by the angles of its positions, which
-        count from cache_leftpad on, and q by those of the same positions where causal or a window is asked for, by
-        the one of position cache_seqlens otherwise. rotary_interleaved: pairs are columns (0, 1), (2, 3) ..., else the
-        first half and the second.
+    rotary_cos, rotary_sin [positions, for every key in use; rotary_dim / 2], with k only: turn k by the angles of its
+        positions, which count from cache_leftpad on, and q by those of the same positions where causal or a window is
+        asked for, by the one of position cache_seqlens otherwise. rotary_interleaved: pairs are columns (0, 1),
+        (2, 3) ..., else the first half and the second.
     cache_seqlens int32 [batch] or one number: keys in use before k is added; None: the whole capacity.
     cache_batch_idx int32 [batch]: the batch of the cache that each sequence has; cache_leftpad int32 [batch]: its
         first key.
@@ -81,16 +81,24 @@ def attend(
     num_splits: into how many parts the keys are cut, 0: as many as the GPU wants.
 
     Returns out [batch, seqlen_q, heads, head_dim_v] and, with return_softmax_lse, the natural logsumexp of the scores,
-    float32 [batch, heads, seqlen_q]. A query that sees no key gives zeros and a logsumexp of -inf. Not differentiable.
-    Raises ValueError for arguments that do not go together.
+    float32 [batch, heads, seqlen_q]. A query that sees no key gives zeros and a logsumexp of -inf. Not differentiable:
+    no result requires grad, and neither does the cache that requires none, whatever k and v do.
+    Raises ValueError for arguments that do not go together, TypeError for what is no tensor. The numbers in
+    cache_seqlens, cache_batch_idx, cache_leftpad and block_table stay on the GPU and are not checked.
     """
     _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-           block_table)  # fmt: skip
+           block_table, alibi_slopes, sinks)  # fmt: skip
+    if torch.is_grad_enabled():
+        # Autograd would write the history of k and v, step after step, into a cache that lives on.
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, alibi_slopes, sinks = (
+            tensor if tensor is None or not tensor.requires_grad else tensor.detach()
+            for tensor in (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, alibi_slopes, sinks)
+        )
     query, key_cache, value_cache = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     batch = q.size(0)
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    left, right = window_size
+    left, right = varlen.window(window_size)
     right = 0 if causal else right
     more = 0
     if k is not None:
@@ -121,21 +129,33 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-           block_table) -> None:  # fmt: skip
-    """Raises ValueError, in the caller's words."""
+           block_table, alibi_slopes, sinks) -> None:  # fmt: skip
+    """Raises ValueError, or TypeError for what is no tensor, in the caller's words."""
+    optional = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx,
+                "cache_leftpad": cache_leftpad, "block_table": block_table, "alibi_slopes": alibi_slopes,
+                "sinks": sinks, "cache_seqlens": None if isinstance(cache_seqlens, int) else cache_seqlens}  # fmt: skip
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    varlen.check_types(q=q, k_cache=k_cache, v_cache=v_cache, **given)
+    for name, tensor in given.items():
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}")
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must be [batch, seqlen, heads, head_dim]; got {list(tensor.shape)}")
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}")
-    heads, head_dim = q.shape[2:]
+    if not q.is_floating_point():
+        raise ValueError(f"q, k_cache and v_cache are float16, bfloat16 or float32; got {q.dtype}")
+    batch, _, heads, head_dim = q.shape
     if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.size(3) != head_dim:
         raise ValueError(
             f"k_cache {list(k_cache.shape)} and v_cache {list(v_cache.shape)} do not go with q {list(q.shape)}"
         )
     if k_cache.size(2) == 0 or heads % k_cache.size(2):
         raise ValueError(f"{heads} query heads are no multiple of the cache's {k_cache.size(2)} heads")
-    if block_table is not None and (cache_batch_idx is not None or block_table.size(0) != q.size(0)):
+    if block_table is not None and (
+        cache_batch_idx is not None or block_table.dim() != 2 or block_table.size(0) != batch
+    ):
         raise ValueError("block_table must be [batch, pages] and does not go with cache_batch_idx")
     if block_table is None and cache_batch_idx is None and k_cache.size(0) != q.size(0):
         raise ValueError(f"the cache has {k_cache.size(0)} batches, q {q.size(0)}: cache_batch_idx says which is whose")
@@ -143,13 +163,23 @@ def _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cac
                          ("cache_leftpad", cache_leftpad), ("block_table", block_table)):  # fmt: skip
         if isinstance(tensor, Tensor) and (tensor.dtype != torch.int32 or tensor.stride(-1) != 1):
             raise ValueError(f"{name} must be int32 and dense; got {tensor.dtype}, strides {tensor.stride()}")
+        if isinstance(tensor, Tensor) and name != "block_table" and tensor.shape != (batch,):
+            raise ValueError(f"{name} must be one number or [batch] = [{batch}]; got {list(tensor.shape)}")
+    if isinstance(cache_seqlens, int) and cache_seqlens < 0:
+        raise ValueError(f"cache_seqlens {cache_seqlens} is negative")
+    if alibi_slopes is not None and alibi_slopes.shape not in ((heads,), (batch, heads)):
+        raise ValueError(f"alibi_slopes are [{heads}] or [{batch}, {heads}], not {list(alibi_slopes.shape)}")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks are [{heads}], not {list(sinks.shape)}")
     if (k is None) != (v is None):
         raise ValueError("k and v go together")
     if k is not None and cache_seqlens is None:
         raise ValueError("k and v are added at cache_seqlens, which is missing")
     if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):
         raise ValueError("rotary_cos and rotary_sin go together, and with k")
-    if rotary_cos is not None and (rotary_cos.shape != rotary_sin.shape or 2 * rotary_cos.size(1) > head_dim):
+    if rotary_cos is not None and (
+        rotary_cos.dim() != 2 or rotary_cos.shape != rotary_sin.shape or 2 * rotary_cos.size(1) > head_dim
+    ):
         raise ValueError(
             f"rotary_cos {list(rotary_cos.shape)} and rotary_sin {list(rotary_sin.shape)} must be "
             f"[positions, at most {head_dim // 2}]"
@@ -230,7 +260,7 @@ def _rotate(tensor: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interlea
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     turned, rest = wide[..., : 2 * half], wide[..., 2 * half :]
     first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
-    position = position.clamp(max=cos.size(0) - 1)
+    position = position.clamp(0, cos.size(0) - 1)
     cosine, sine = (angle[position][:, None].to(wide.dtype) for angle in (cos, sin))
     pair = first * cosine - second * sine, first * sine + second * cosine
     turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
@@ -251,11 +281,11 @@ def _append_math(query, key, value, key_cache, value_cache, rotary_cos, rotary_s
         )
     if block_table is not None:
         page = key_cache.size(2)
-        inside = rows < block_table.size(1) * page
+        inside = (rows >= 0) & (rows < block_table.size(1) * page)
         outer = block_table.long().gather(1, torch.where(inside, rows, 0) // page)
         rows = rows % page
     else:
-        inside = rows < key_cache.size(2)
+        inside = (rows >= 0) & (rows < key_cache.size(2))
         index = torch.arange(batch, device=key.device) if batch_index is None else batch_index.long()
         outer = index[:, None].expand_as(rows)
     for cache, tensor in ((key_cache, key), (value_cache, value)):
@@ -287,7 +317,7 @@ def _decode_cuda(query, key_cache, value_cache, attn_mask, sinks, alibi_slopes, 
                  block_table, scale, is_causal, bottom_right, offset, window_left, window_right, softcap, num_splits,
                  seqused_more, return_lse):  # fmt: skip
     kernels = _kernels()
-    if max(query.size(3), value_cache.size(3)) > kernels.MAX_HEAD_DIM:
+    if max(query.size(3), value_cache.size(3)) > kernels.MAX_HEAD_DIM or query.dtype == torch.float64:
         return _decode_math(
             query, key_cache, value_cache, attn_mask, sinks, alibi_slopes, seqused_k, leftpad_k, batch_index,
             block_table, scale, is_causal, bottom_right, offset, window_left, window_right, softcap, num_splits,
@@ -318,7 +348,7 @@ def _append_cuda(query, key, value, key_cache, value_cache, rotary_cos, rotary_s
         query, key, value, key_cache, value_cache, rotary_cos, rotary_sin, seqlens, leftpad_k, batch_index, block_table,
         interleaved, queries_move,
     )  # fmt: skip
-    if any(tensor.stride(3) != 1 for tensor in arguments[:5]):
+    if query.dtype == torch.float64 or any(tensor.stride(3) != 1 for tensor in arguments[:5]):
         return _append_math(*arguments)
     turned = query.new_empty(0) if rotary_cos is None else _empty_out(query, query.size(3))
     if key.numel() == 0 and turned.numel() == 0:

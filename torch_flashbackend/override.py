@@ -1,8 +1,8 @@
 """enable() and disable(): the call hook on F.scaled_dot_product_attention, and everything that goes with switching it.
 
-May import `_torch.py`, batch_invariance.py, decisions.py, kernel_hook.py, nested.py and integrations/ at the top;
-routing, ops and the kernels are imported by the first call that gets that far. Imported by the package's `__init__` and
-by autoload.py, possibly while torch itself is still being imported.
+May import `_torch.py`, batch_invariance.py, cache_tag.py, decisions.py, kernel_hook.py, nested.py and integrations/ at
+the top; routing, ops and the kernels are imported by the first call that gets that far. Imported by the package's
+`__init__` and by autoload.py, possibly while torch itself is still being imported.
 
 A call's way: F.scaled_dot_product_attention -> dispatcher (autocast has run) -> `hook` below, at the key AutogradCUDA,
 or at BackendSelect where autograd's is not passed (inference mode) -> a Decision from the cache, or from routing ->
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _torch, decisions, kernel_hook, nested
-from .batch_invariance import is_batch_invariant, on_change
+from . import _torch, cache_tag, decisions, kernel_hook, nested
+from .batch_invariance import on_change
 from .integrations import transformers
 
 __all__ = ["activate", "disable", "enable", "is_enabled"]
@@ -111,7 +111,7 @@ class _Installation:
         self.kernels = kernels
         self.nested_tensors = nested_tensors
         self.ops = ops
-        self.cache_tag = _CacheTag()
+        self.cache_tag = cache_tag.CacheTag()
 
 
 def _install(call_key: str, kernel_key: str | None) -> None:
@@ -201,29 +201,6 @@ def _forget_compiled(ops: tuple[str, ...]) -> None:
     if dynamo is not None and hasattr(dynamo, "reset"):
         dynamo.reset()
     decisions.forget()
-
-
-class _CacheTag:
-    """torch.compiler.config.cache_key_tag with our name in it, behind whatever the user has put there.
-
-    The tag is part of the keys of the AOTAutograd and FX graph caches on disk. Their keys hold the graph before it is
-    traced through our hook, so that without the tag a process with the plugin off would be served graphs made with it
-    on. The version is in the tag because the routing rules are in the graphs, and batch invariance because it is one.
-    """
-
-    def set(self) -> None:
-        from . import __version__
-
-        config = torch.compiler.config
-        self._before = config.cache_key_tag
-        self._ours = f"torch_flashbackend-{__version__}" + "-batch-invariant" * is_batch_invariant()
-        config.cache_key_tag = f"{self._before}+{self._ours}" if self._before else self._ours
-
-    def restore(self) -> None:
-        config = torch.compiler.config
-        # The user may have changed the tag meanwhile: take out our part and leave the rest.
-        parts = [part for part in config.cache_key_tag.split("+") if part != self._ours]
-        config.cache_key_tag = "+".join(parts)
 
 
 def _renew_tag() -> None:

@@ -60,13 +60,13 @@ class WarmupError(KernelUnavailable):
 def warmup(
     shapes: Iterable[Sequence[int]],
     *,
-    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
-    causal: Sequence[bool] = (False, True),
-    training: Sequence[bool] = (False, True),
+    dtypes: Sequence[torch.dtype] | torch.dtype = (torch.bfloat16,),
+    causal: Sequence[bool] | bool = (False, True),
+    training: Sequence[bool] | bool = (False, True),
     kv_heads: int | None = None,
     seqlen_k: int | None = None,
     head_dim_v: int | None = None,
-    backends: Sequence[str] | None = None,
+    backends: Sequence[str] | str | None = None,
     gpu: str | None = None,
     architecture: str | None = None,
     workers: int | None = None,
@@ -80,14 +80,23 @@ def warmup(
     workers: compilers at once, one for each CPU core if None.
 
     Tensors are taken to be contiguous; other strides are compiled at their first call where that makes a difference.
-    Raises ValueError for a shape, backend or GPU that makes no sense, RuntimeError where no backend of `backends` takes
-    a call. What does not compile stops nothing else: WarmupError (a RuntimeError) at the end has the whole report.
+    Raises ValueError for a shape, dtype, backend or GPU that makes no sense, RuntimeError where no backend of
+    `backends` takes a call. What does not compile stops nothing else: WarmupError (a RuntimeError) at the end has the
+    whole report.
     """
     jobs: dict[Any, Callable[[], tuple[str, ...]]] = {}
     calls = []
+    # One alone is meant as a list of it.
+    dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+    causal, training = ((one,) if isinstance(one, bool) else one for one in (causal, training))
+    backends = (backends,) if isinstance(backends, str) else backends
+    wrong = [dtype for dtype in dtypes if not isinstance(dtype, torch.dtype)]
+    if wrong:
+        raise ValueError(f"dtypes are torch's, for example torch.bfloat16; got {wrong[0]!r}")
     for shape, dtype, is_causal, gradients in itertools.product(shapes, dtypes, causal, training):
-        if len(shape) != 4:
-            raise ValueError(f"a shape is [batch, num_heads, seqlen_q, head_dim]; got {list(shape)}")
+        if isinstance(shape, (int, str)) or len(shape) != 4:
+            got = shape if isinstance(shape, (int, str)) else list(shape)
+            raise ValueError(f"shapes are a list of [batch, num_heads, seqlen_q, head_dim]; got {got!r} in it")
         problem = Problem.from_shapes(
             shape, dtype=dtype, kv_heads=kv_heads, seqlen_k=seqlen_k, head_dim_v=head_dim_v, is_causal=is_causal,
             training=gradients, gpu=gpu, architecture=architecture,

@@ -221,15 +221,18 @@ class Problem:
         query_shape: [*batch, heads, seqlen_q, head_dim]. kv_heads, seqlen_k and head_dim_v default to the query's.
         mask: None, "bool", "float" or "float_grad" (a bias that is trained), of shape [*batch, 1, Sq, Sk].
         gpu: a GPU's name as torch.cuda.get_device_name gives it, "cpu" or "mps"; None is this machine.
-        architecture: for a GPU whose name is not known here, e.g. "sm_90".
-        Raises ValueError for a mask or a GPU that it does not know, or a query of rank below 2.
+        architecture: for a GPU whose name is not known here, e.g. "sm_90"; without gpu, for any GPU of that kind.
+        Raises ValueError for a mask, GPU or architecture that it does not know, or a query of rank below 2.
         """
         shape = tuple(query_shape)
         if len(shape) < 2:
             raise ValueError(f"query needs two dimensions or more, [..., seqlen, head_dim]: {describe_shape(shape)}")
         if mask not in (None, "bool", "float", "float_grad"):
             raise ValueError(f'unknown mask {mask!r}: give "bool", "float" or "float_grad"')
+        if architecture is not None and not re.fullmatch(r"sm_\d{2,3}|gfx[0-9a-f]{3,4}", architecture):
+            raise ValueError(f'unknown architecture {architecture!r}: give one like "sm_90" or "gfx942"')
         device_type, index, sm_count = "cuda", 0, None
+        gpu = architecture if gpu is None else gpu
         if gpu is None:
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
             architecture, gpu, sm_count = _this_machine(device_type, None)

@@ -6,6 +6,7 @@ memory is quadratic in the longest sequence.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -98,6 +99,11 @@ def _sequences(
     """(number, rows of its queries, rows of the keys that count) of each sequence."""
     ends_q = None if cu_seqlens_q is None else cu_seqlens_q.tolist()
     ends_k = None if cu_seqlens_k is None else cu_seqlens_k.tolist()
+    for name, ends in (("cu_seqlens_q", ends_q), ("cu_seqlens_k", ends_k)):
+        wrong = next((pair for pair in itertools.pairwise([0, *(ends or ())]) if pair[0] > pair[1]), None)
+        if wrong or (ends and ends[0] != 0):
+            found = f"{wrong[1]} behind {wrong[0]}" if wrong else f"{ends and ends[0]} first"
+            raise ValueError(f"{name} begins with 0 and does not decrease; it has {found}")
     used = None if seqused_k is None else seqused_k.tolist()
     known = ends_q or ends_k
     count = len(known) - 1 if known else query.size(0) // max(max_seqlen_q, 1)

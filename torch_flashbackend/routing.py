@@ -484,8 +484,7 @@ CUDA = Backend(
             lambda p: not p.packed,
             # One operator serves both (varlen.py), which chooses between its kernels by what a Problem does not hold.
             lambda p: (
-                "packed sequences are the triton backend's, whose operator runs the cuda backend's kernels where they "
-                "can compute the call"
+                "packed sequences are counted as triton's, which on Hopper GPUs hands plain ones to cuda's kernels"
             ),
         ),
         Constraint(

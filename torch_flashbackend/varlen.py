@@ -1,8 +1,8 @@
 """`attention_varlen`: attention over sequences of different lengths that lie packed one after the other.
 
 May import `_torch.py`, ops.py, reference_varlen.py and the kernels (these when the first GPU call needs them). Imported
-by packed.py, flash_attn.py and `torch_flashbackend.__init__`. Two operators, differentiable, with fake tensors and
-FLOP formulas:
+by packed.py, flash_attn.py, kv_cache.py and `torch_flashbackend.__init__`. Two operators, differentiable, with fake
+tensors and FLOP formulas:
 
     varlen_attention           -> out [total_q, H, Dv], logsumexp float32 [H, total_q]: natural logarithm, sinks
                                   included, -inf for a row without a key
@@ -30,7 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import _torch, ops, reference, reference_varlen
 from .kernels import KernelUnavailable
 
-__all__ = ["attention_varlen", "check", "run", "takes", "under_autocast"]
+__all__ = ["attention_varlen", "check", "check_types", "run", "takes", "under_autocast", "window"]
 
 LARGEST_HEAD_DIM = 256
 
@@ -113,9 +113,10 @@ def attention_varlen(
     """
     if causal_alignment not in ("bottom_right", "top_left"):
         raise ValueError(f'causal_alignment is "bottom_right" or "top_left", not {causal_alignment!r}')
-    left, right = window_size
+    left, right = window(window_size)
     if is_causal:
         right = 0
+    check_types(query=query, key=key, value=value)
     max_seqlen_q = query.size(0) if max_seqlen_q is None else max_seqlen_q
     max_seqlen_k = key.size(0) if max_seqlen_k is None else max_seqlen_k
     query, key, value = under_autocast(query, key, value)
@@ -131,17 +132,34 @@ def attention_varlen(
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype, where it is on: what it does to scaled_dot_product_attention."""
     device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(t if t.dtype is torch.float64 or not t.is_floating_point() else t.to(dtype) for t in tensors)
 
 
+def window(window_size: tuple[int, int]) -> tuple[int, int]:
+    """(left, right). Raises ValueError for what is no pair of numbers."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size is (keys before, keys after), -1 for all of them; got {window_size!r}")
+    return window_size[0], window_size[1]
+
+
+def check_types(**tensors: Any) -> None:
+    """Raise TypeError for what is no tensor."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+
+
 def check(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks, num_sequences=None) -> None:
     """Raise ValueError for shapes and types that do not fit; lengths are the GPU's and not looked at.
 
-    num_sequences: how many there must be, None where cu_seqlens_q says so.
+    num_sequences: how many there must be, None where cu_seqlens_q says so. TypeError for what is no tensor.
     """
+    optional = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
+                "alibi_slopes": alibi_slopes, "sinks": sinks}  # fmt: skip
+    check_types(**{name: tensor for name, tensor in optional.items() if tensor is not None})
     shapes = [list(t.shape) for t in (query, key, value)]
     if not (query.dim() == key.dim() == value.dim() == 3):
         raise ValueError(f"query, key and value are [total, heads, head_dim], not {shapes}")

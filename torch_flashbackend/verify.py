@@ -54,8 +54,8 @@ _results: dict[str, Any] = {}
 def set_verify(value: float) -> None:
     """Check this share of the taken calls, 0.0 (none) to 1.0 (all). Raises ValueError for anything else."""
     global share
-    if not 0.0 <= value <= 1.0:
-        raise ValueError(f"the share of calls to verify is between 0 and 1, got {value}")
+    if not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
+        raise ValueError(f"the share of calls to verify is a number between 0 and 1, got {value!r}")
     share = float(value)
     if share or "torch_flashbackend.ops" in sys.modules:
         from . import ops

@@ -70,7 +70,7 @@ def append_to_cache(
         else:
             cache_batch = batch
         token = used + rows
-        inside = (rows < seqlen_new) & (token < capacity)
+        inside = (rows < seqlen_new) & (token >= 0) & (token < capacity)
         if PAGE > 0:
             pages = tl.load(block_table + batch * stride_tb + token // PAGE, mask=inside, other=0).to(tl.int64)
             cache_row = (token % PAGE).to(tl.int64)
@@ -81,7 +81,7 @@ def append_to_cache(
             source = key + batch * stride_nb + head * stride_nh
             present = inside[:, None] & (columns < HEAD_DIM)[None, :]
             if ROTARY_DIM:
-                turns = inside & (first_angle + rows < num_angles)
+                turns = inside & (first_angle + rows >= 0) & (first_angle + rows < num_angles)
                 moved = _rotated(source, wide_rows, stride_nn, columns, (first_angle + rows).to(tl.int64), turns, cos,
                                  sin, stride_cos, stride_sin, ROTARY_DIM, INTERLEAVED, HEAD_DIM)
             else:
@@ -99,7 +99,7 @@ def append_to_cache(
         head -= 2 * num_kv_heads
         source = query + batch * stride_qb + head * stride_qh
         angle = first_angle + (rows if QUERIES_MOVE else rows * 0)
-        inside = (rows < seqlen_q) & (angle < num_angles)
+        inside = (rows < seqlen_q) & (angle >= 0) & (angle < num_angles)
         moved = _rotated(source, wide_rows, stride_qm, columns, angle.to(tl.int64), inside, cos, sin, stride_cos,
                          stride_sin, ROTARY_DIM, INTERLEAVED, HEAD_DIM)
         place = rotated + batch * stride_rb + head * stride_rh + wide_rows[:, None] * stride_rm

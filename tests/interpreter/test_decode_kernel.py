@@ -17,7 +17,7 @@ from torch_flashbackend.kernels.triton import attention, counters, decode_plan, 
 from torch_flashbackend.kernels.triton.decode_plan import DecodeOptions
 from torch_flashbackend.kernels.triton.tiles import DecodeTile
 
-from append_cases import append_call
+from append_cases import append_call, misplaced
 from common import check, error_of, expect, simple_call
 from decode_cases import FEATURES, CacheCall, cache_call, random_cache_call
 from sampling import ALL
@@ -182,6 +182,21 @@ def test_nan_stays_where_it_is():
     nan = torch.zeros(2, 4, 2, dtype=torch.bool)
     nan[0, 1, 1] = True
     assert torch.equal(out.isnan().all(-1), nan) and torch.equal(out.isnan().any(-1), nan)
+
+
+@pytest.mark.parametrize("rotary", ["", "interleaved"])
+def test_nothing_is_written_outside_of_the_cache(rotary):
+    given, whole = misplaced(append_call(0, rotary=rotary))
+    before = [tensor.clone() for tensor in whole]
+    query, key, value, key_cache, value_cache = (
+        given[name].transpose(1, 2) for name in ("q", "k", "v", "k_cache", "v_cache")
+    )
+    kv_cache_module._append_cuda(
+        query, key, value, key_cache, value_cache, given.get("rotary_cos"), given.get("rotary_sin"),
+        given["cache_seqlens"], None, None, None, True, True,
+    )  # fmt: skip
+    for tensor, was in zip(whole, before):
+        assert torch.equal(tensor, was)
 
 
 @pytest.mark.parametrize("where", ["plain", "batch_index", "pages"])
