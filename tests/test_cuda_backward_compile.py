@@ -42,7 +42,7 @@ def every_specialisation():
                     found.append(backward.specialise(*dims, dtype, is_causal, deterministic, LONG, has_dropout=True))
                 if not deterministic:
                     found.append(backward.specialise(*dims, dtype, False, False, LONG, True, True))
-                    for per_key in (False, True) if ALL or dims in ((64, 64), (128, 128)) else [number % 4 < 2]:
+                    for per_key in (False, True):
                         found.append(
                             backward.specialise(
                                 *dims, dtype, False, False, LONG, True, is_float_mask=True, mask_per_key=per_key
