@@ -229,6 +229,9 @@ class BackwardTile:
     block for each multiprocessor, which does one tile of keys after the other. unstaged: consumers add their shares of
     the query's gradient from registers.
 
+    issued_whole: arithmetic that runs beside a product begins once all of it has been issued. hashed_apart: with
+    dropout, warps beside the loading one work out what stays, in unstaged tiles.
+
     fused: one kernel prepares, computes and finishes, part by part.
 
     Of the kernel for larger ones, with a head_dim above 192: paired: two blocks share the query's gradient of the keys
@@ -248,6 +251,8 @@ class BackwardTile:
     fused: bool = False
     unstaged: bool = False
     paired: bool = False
+    hashed_apart: bool = False
+    issued_whole: bool = False
 
     @property
     def num_warpgroups(self) -> int:
