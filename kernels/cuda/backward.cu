@@ -716,8 +716,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
 #if HASHED_APART
     if (1 <= warp && warp <= HASHING_WARPS) {
       uint32_t hashed = 0;
+      int unit = warp - 1;
       for_each_item(
-          number, params, shared, [&](const Work& work) { hash_tiles(work, params, shared, warp - 1, hashed); },
+          number, params, shared, [&](const Work& work) { hash_tiles(work, params, shared, hashed, unit); },
           [](const Item&) {});
     }
 #endif

@@ -16,6 +16,13 @@ __device__ __forceinline__ uint2 column_keys(int head, int key, const BackwardPa
   return make_uint2(__ldg(keys), __ldg(keys + 8));
 }
 
+// 2 word + (x >= threshold), in two instructions: the comparison is a subtraction's carry.
+__device__ __forceinline__ void append_if_not_less(uint32_t& word, uint32_t x, uint32_t threshold) {
+  asm("{\n.reg .u32 unused;\nsub.cc.u32 unused, %1, %2;\nsubc.u32 %0, %0, %3;\n}"
+      : "+r"(word)
+      : "r"(x), "r"(threshold), "r"(~word));
+}
+
 // A bit for each of this thread's scores of a part: those that stay. `rows`: where the random keys of the part's
 // queries begin in shared memory.
 __device__ __forceinline__ uint32_t kept_scores(uint32_t rows, const uint2& of_keys, uint32_t threshold,
@@ -23,16 +30,17 @@ __device__ __forceinline__ uint32_t kept_scores(uint32_t rows, const uint2& of_k
   const uint32_t columns[2] = {of_keys.x, of_keys.y};
   uint32_t kept = 0;
 #pragma unroll
-  for (int pair = 0; pair < STEP_M / 16; ++pair) {
+  for (int pair = STEP_M / 16 - 1; pair >= 0; --pair) {
     // Queries 16 pair + 2 quad_lane + e, whose scores are those of group 2 pair, and 8 further on, of the next one.
     const float2 of_queries = read_pair(rows + (16 * pair + 2 * quad_lane) * 4);
     const uint32_t row_keys[2] = {__float_as_uint(of_queries.x), __float_as_uint(of_queries.y)};
+    uint32_t bits[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t bits = dropout_bits(row_keys[i % 2], columns[i / 2]);
-      if (keeps_first(bits, threshold)) kept |= 1u << (8 * pair + i);
-      if (keeps_second(bits, threshold)) kept |= 1u << (8 * pair + 4 + i);
-    }
+    for (int i = 0; i < 4; ++i) bits[i] = dropout_bits(row_keys[i % 2], columns[i / 2]);
+#pragma unroll
+    for (int i = 3; i >= 0; --i) append_if_not_less(kept, bits[i], threshold);
+#pragma unroll
+    for (int i = 3; i >= 0; --i) append_if_not_less(kept, bits[i] << 16 ^ bits[i], threshold);
   }
   return kept;
 }
@@ -62,11 +70,12 @@ constexpr int HASHING_WARPS = PERSISTENT ? 2 : 3;
 // The words of one consumer warp and part.
 constexpr int HASH_UNITS = 4 * CONSUMERS * PARTS;
 
-// Hashing warp number `number`. `hashed`: how many tiles it has done before. The random keys of the block's keys, too,
+// A hashing warp. `hashed`: how many tiles it has done before; `unit`: the first of its units of the next one, such that
+// the warps do equally many in the long run. The random keys of the block's keys, too,
 // come with each query tile: where they lie in memory would take registers.
 template <class Shared>
 __device__ __forceinline__ void hash_tiles(const Work& work, const BackwardParams& params, const Shared& shared,
-                                           int number, uint32_t& hashed) {
+                                           uint32_t& hashed, int& unit) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int left = count_tiles(work, params); left > 0; --left, ++hashed) {
@@ -74,7 +83,7 @@ __device__ __forceinline__ void hash_tiles(const Work& work, const BackwardParam
     // The stage's words may be written then, too: the consumers have emptied all of it.
     barrier_wait(shared.q_full(q.stage), q.phase);
 #pragma unroll 1
-    for (int unit = number; unit < HASH_UNITS; unit += HASHING_WARPS) {
+    for (; unit < HASH_UNITS; unit += HASHING_WARPS) {
       const uint32_t columns = shared.random_columns(q.stage) + (unit % (4 * CONSUMERS) * 16 + lane / 4) * 4;
       const uint32_t rows =
           shared.statistics + q.stage * STATISTICS_BYTES + (2 * BLOCK_M + unit / (4 * CONSUMERS) * STEP_M) * 4;
@@ -82,6 +91,7 @@ __device__ __forceinline__ void hash_tiles(const Work& work, const BackwardParam
       write_word(shared.kept_word(q.stage, unit * 32 + lane),
                  kept_scores(rows, of_keys, params.dropout.threshold, lane % 4));
     }
+    unit -= HASH_UNITS;
     __syncwarp();
     if (lane == 0) barrier_arrive(shared.kept_full(q.stage));
   }
