@@ -70,9 +70,9 @@ constexpr int HASHING_WARPS = PERSISTENT ? 2 : 3;
 // The words of one consumer warp and part.
 constexpr int HASH_UNITS = 4 * CONSUMERS * PARTS;
 
-// A hashing warp. `hashed`: how many tiles it has done before; `unit`: the first of its units of the next one, such that
-// the warps do equally many in the long run. The random keys of the block's keys, too,
-// come with each query tile: where they lie in memory would take registers.
+// A hashing warp. `hashed`: how many tiles it has done before; `unit`: the first of its units of the next one, such
+// that the warps do equally many in the long run. The random keys of the block's keys, too, come with each query tile:
+// where they lie in memory would take registers.
 template <class Shared>
 __device__ __forceinline__ void hash_tiles(const Work& work, const BackwardParams& params, const Shared& shared,
                                            uint32_t& hashed, int& unit) {
