@@ -479,9 +479,12 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       wgmma_commit();
       end_of_issue();
 
-#if DROPOUT
+#if DROPOUT && !MASKED
       multiply_some(grads, scores, read_word(kept), statistics + BLOCK_M * 4);
 #else
+#if DROPOUT
+      keep_some(grads, read_word(kept), 0.0f);  // with a mask there are no registers for the other way
+#endif
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
         if (!DELTA_FIRST) {
