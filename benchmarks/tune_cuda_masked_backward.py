@@ -49,7 +49,7 @@ def candidates(case: cases.Case) -> dict[str, BackwardTile]:
             found[f"{name}, issued whole"] = dataclasses.replace(found[name], issued_whole=True)
         if size > 64:
             found["apart, no turns"] = dataclasses.replace(apart, turns=False)
-            found["apart, more stages"] = dataclasses.replace(apart, q_stages=4, do_stages=3)
+            found["apart, 4 stages"] = dataclasses.replace(apart, q_stages=4)
     if chosen.delta_first:
         found["no delta first"] = dataclasses.replace(chosen, delta_first=False)
     return found
