@@ -104,7 +104,7 @@ def test_without_the_switch_decoding_follows_the_batch(plugin):
     + [("causal", 320), ("full", 320), ("causal", 512)],
 )
 def test_gradients_in_deterministic_mode(plugin, invariant, deterministic, launched, kind, head_dim):
-    """Of head_dim 320, all batches together have room for the probabilities of a "full" one, which a single one has not;
+    """Of head_dim 320, all batches together have room for the probabilities of a "full" one, which one alone has not;
     of 512, all together have larger tiles.
     """
     call = made(kind, head_dim)
