@@ -98,7 +98,7 @@ class Problem(tune_triton.Problem):
 
     @property
     def batch(self):
-        return 1 if self.seqlen > 4096 else 4
+        return max(1, (16384 if self.head_dim == 512 else 8192) // self.seqlen)
 
     def candidates(self):
         return CANDIDATES[self.head_dim, self.kernel]
@@ -250,8 +250,9 @@ def problems(only):
         listed += [Problem(kernel, 512, half, True, 4096) for kernel in names]
     if only in ("stored", "wide", "all"):
         listed += [Problem(kernel, 512, half, True, 4096) for kernel in STORED]
-        # Of the longer one a head's probabilities are too much memory: strips.
-        listed += [Problem("backward", 512, half, causal, length) for causal, length in ((False, 4096), (True, 16384))]
+        # Of the longest one a head's probabilities are too much memory: strips.
+        sizes = (True, 512), (False, 4096), (True, 16384)
+        listed += [Problem("backward", 512, half, causal, length) for causal, length in sizes]
     return listed
 
 
