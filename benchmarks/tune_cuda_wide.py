@@ -2,8 +2,8 @@
 
     python -m benchmarks.tune_cuda_wide --out benchmarks/results/tune_cuda_wide.json [--only 512] [--budget 20]
 
-Compared: one block or two that share keys and values, and how many heads have their causal tiles in one list. Timed in
-turn, on random data, medians. "*": what a call is given; "!": not like PyTorch's.
+Compared: how many heads have their causal tiles in one list. Timed in turn, on random data, medians. "*": what a call
+is given; "!": not like PyTorch's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import functools
-import math
 import os
 import time
 from collections.abc import Iterable
@@ -27,21 +26,8 @@ from torch_flashbackend import ops
 from torch_flashbackend.kernels.cuda import forward_wide
 from torch_flashbackend.kernels.cuda.forward_wide import WidePlan, WideSpecialisation
 
-NUM_SMS = 132
 # Of the largest element of the output.
 LARGEST_DIFFERENCE = 0.01
-
-
-class Variant(NamedTuple):
-    """heads: query heads whose causal tiles are in one list; no matter in full calls."""
-
-    cluster: int
-    heads: int
-
-    @property
-    def name(self) -> str:
-        """Short: cluster 2, heads 4."""
-        return f"cluster {self.cluster}, heads {self.heads}"
 
 
 class Problem(NamedTuple):
@@ -62,25 +48,24 @@ class Problem(NamedTuple):
         return f"B{self.batch} {heads} S{self.seqlen} D{self.head_dim} {kind}"
 
     @property
-    def taken(self) -> Variant:
-        """What a call is given."""
+    def taken(self) -> int:
+        """How many query heads a call has in one list; no matter in full calls."""
         heads = self.batch * self.heads
-        in_one_list = forward_wide.heads_per_group(
-            heads, self.heads // self.kv_heads, self.seqlen, self.head_dim, math.ceil(self.seqlen / 64), NUM_SMS
-        )
-        return Variant(self.specialisation(None).cluster, in_one_list if self.is_causal else heads)
+        if not self.is_causal:
+            return heads
+        return forward_wide.heads_per_group(heads, self.heads // self.kv_heads, self.seqlen, self.head_dim)
 
     @property
-    def candidates(self) -> Iterable[Variant]:
+    def candidates(self) -> Iterable[int]:
         """What is compared."""
         heads = self.batch * self.heads
-        counts = (self.taken.heads, *(count for count in (2, 8, 16) if self.is_causal), heads)
-        return dict.fromkeys(Variant(cluster, min(count, heads)) for cluster in (2, 1) for count in counts)
+        counts = (self.taken, *(count for count in (2, 8, 16, 32) if self.is_causal), heads)
+        return dict.fromkeys(min(count, heads) for count in counts)
 
-    def specialisation(self, cluster: int | None) -> WideSpecialisation:
-        """In bfloat16, with logsumexps; None: as a call is given."""
-        spec = forward_wide.specialise(self.head_dim, torch.bfloat16, self.is_causal, True, seqlen_q=self.seqlen)
-        return spec if cluster is None else spec._replace(cluster=cluster)
+    @property
+    def specialisation(self) -> WideSpecialisation:
+        """In bfloat16, with logsumexps."""
+        return forward_wide.specialise(self.head_dim, torch.bfloat16, self.is_causal, True)
 
 
 PROBLEMS = [
@@ -89,9 +74,15 @@ PROBLEMS = [
     Problem(32, 16, 16, 512, 512, True),
     Problem(1, 16, 16, 16384, 512, True),
     Problem(4, 16, 4, 4096, 512, True),
+    Problem(32, 16, 4, 512, 512, True),
     Problem(4, 16, 16, 4096, 384, True),
     Problem(4, 16, 16, 4096, 320, True),
 ]
+
+
+def name_of(heads: int) -> str:
+    """Of a variant: so many heads in one list."""
+    return f"heads {heads}"
 
 
 def time_problem(problem: Problem, meter: Meter) -> dict[str, Any]:
@@ -108,22 +99,19 @@ def time_problem(problem: Problem, meter: Meter) -> dict[str, Any]:
     expected = stock().float()
     triton()
     runs, differences = {"default": Run(stock), "triton": Run(triton)}, {}
-    for variant in problem.candidates:
+    for heads in problem.candidates:
         out = torch.full_like(query, torch.nan)
-        with mock.patch.object(forward_wide, "heads_per_group", lambda *_, heads=variant.heads: heads):
-            plan = WidePlan(
-                query, key, value, out, True, problem.is_causal, problem.head_dim**-0.5, NUM_SMS,
-                problem.specialisation(variant.cluster),
-            )  # fmt: skip
+        with mock.patch.object(forward_wide, "heads_per_group", lambda *_, heads=heads: heads):
+            plan = WidePlan(query, key, value, out, True, problem.is_causal, problem.head_dim**-0.5)
         run = functools.partial(plan, query, key, value, out, logsumexp)
         run()
-        differences[variant.name] = ((out.float() - expected).abs().max() / expected.abs().max()).item()
-        runs[variant.name] = Run(run)
+        differences[name_of(heads)] = ((out.float() - expected).abs().max() / expected.abs().max()).item()
+        runs[name_of(heads)] = Run(run)
     times = meter.gpu_times(runs)
     flops = 4 * problem.batch * problem.heads * problem.seqlen**2 * problem.head_dim / (2 if problem.is_causal else 1)
     return {
         "problem": problem.name,
-        "taken": problem.taken.name,
+        "taken": name_of(problem.taken),
         "ms": times,
         "tflops": {name: flops / ms / 1e9 for name, ms in times.items()},
         "differences": differences,
@@ -140,7 +128,7 @@ def main() -> None:
     began = time.monotonic()
     head_dims = {int(text) for text in options.only.split(",")}
     problems = [problem for problem in PROBLEMS if problem.head_dim in head_dims]
-    specialisations = dict.fromkeys(p.specialisation(variant.cluster) for p in problems for variant in p.candidates)
+    specialisations = dict.fromkeys(problem.specialisation for problem in problems)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(WideSpecialisation.compile, specialisations))
     print(f"compiled {len(specialisations)} in {time.monotonic() - began:.0f} s", flush=True)

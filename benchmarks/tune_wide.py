@@ -34,11 +34,10 @@ class Variant(NamedTuple):
     tile: Tile | None
     precision: str = ""
     programs: int = 0
-    columns: int = 0  # of a program of a stored kernel, where not as ``stored_plan`` would have it
 
 
-def variants(precision: str, *numbers: tuple[int, int, int, int], columns: int = 0) -> list[Variant]:
-    return [Variant(Tile(*four), precision, columns=columns) for four in numbers]
+def variants(precision: str, *numbers: tuple[int, int, int, int]) -> list[Variant]:
+    return [Variant(Tile(*four), precision) for four in numbers]
 
 
 # {(head_dim, kernel): variants}, each kernel's present choice first.
@@ -58,17 +57,15 @@ CANDIDATES = {
     (512, "wide_value"): variants("", (64, 64, 4, 1), (32, 128, 8, 2)),
     (512, "backward_query"): variants("", (64, 32, 8, 1)),
     (512, "stored_scores"): variants("", (128, 128, 8, 3), (128, 128, 8, 2)),
-    (512, "stored_key"): variants("", (64, 128, 8, 4), (64, 128, 8, 3), (128, 128, 8, 2))
-    + variants("", (64, 128, 8, 3), (64, 128, 4, 3), columns=128),
-    (512, "stored_query"): variants("", (128, 64, 8, 4), (128, 64, 8, 3), (128, 128, 8, 2))
-    + variants("", (128, 64, 8, 3), (128, 64, 4, 3), columns=128),
-    (512, "backward"): [Variant(None, programs=programs) for programs in (8, 4, 2, 0)],
+    (512, "stored_key"): variants("", (64, 128, 8, 3), (64, 128, 8, 4)),
+    (512, "stored_query"): variants("", (128, 64, 8, 4), (128, 64, 8, 3)),
+    (512, "backward"): [Variant(None, programs=programs) for programs in (8, 4, 0)],
 }
 STORED = ("backward", "stored_scores", "stored_key", "stored_query")
 
 
 SPLIT_PRODUCTS = kernels._Call.split_products
-USUAL = stored_plan.PROGRAMS, stored_plan.SHARE_OF_QUERY, stored_plan.columns_of_a_program
+USUAL = stored_plan.PROGRAMS, stored_plan.SHARE_OF_QUERY
 
 
 class choices:
@@ -78,9 +75,7 @@ class choices:
         self.kernel, self.variant = kernel, variant
 
     def __enter__(self):
-        tile, precision, programs, columns = self.variant
-        if columns:
-            stored_plan.columns_of_a_program = lambda *_: columns
+        tile, precision, programs = self.variant
         if self.kernel == "backward":
             stored_plan.PROGRAMS = programs
         if self.kernel not in STORED or (self.kernel == "backward" and programs == 0):
@@ -91,7 +86,7 @@ class choices:
 
     def __exit__(self, *_):
         kernels.choose = tiles.choose
-        stored_plan.PROGRAMS, stored_plan.SHARE_OF_QUERY, stored_plan.columns_of_a_program = USUAL
+        stored_plan.PROGRAMS, stored_plan.SHARE_OF_QUERY = USUAL
         kernels._Call.split_products = SPLIT_PRODUCTS
 
 
@@ -103,7 +98,7 @@ class Problem(tune_triton.Problem):
 
     @property
     def batch(self):
-        return 1 if self.seqlen > 4096 else 4
+        return max(1, (16384 if self.head_dim == 512 else 8192) // self.seqlen)
 
     def candidates(self):
         return CANDIDATES[self.head_dim, self.kernel]
@@ -255,8 +250,9 @@ def problems(only):
         listed += [Problem(kernel, 512, half, True, 4096) for kernel in names]
     if only in ("stored", "wide", "all"):
         listed += [Problem(kernel, 512, half, True, 4096) for kernel in STORED]
-        # Of the longer one a head's probabilities are too much memory: strips.
-        listed += [Problem("backward", 512, half, causal, length) for causal, length in ((False, 4096), (True, 16384))]
+        # Of the longest one a head's probabilities are too much memory: strips.
+        sizes = (True, 512), (False, 4096), (True, 16384)
+        listed += [Problem("backward", 512, half, causal, length) for causal, length in sizes]
     return listed
 
 
@@ -290,7 +286,7 @@ def main():
         candidates = [{"variant": str(v), "ms": ms, "tflops": flops / ms / 1e9} for v, ms in ranked]
         failures = {str(variant): message for variant, message in failed.items()}
         for v, ms in ranked:
-            print(f"{problem.name}: {ms:8.3f} ms  {v.precision} {v.tile or v.programs} {v.columns or ''}", flush=True)
+            print(f"{problem.name}: {ms:8.3f} ms  {v.precision} {v.tile or v.programs}", flush=True)
         for variant, message in failures.items():
             print(f"{problem.name}: FAILED {variant} {message}", flush=True)
         default = defaults[size]

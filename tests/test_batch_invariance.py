@@ -10,13 +10,14 @@ import pytest
 import torch
 from test_cuda_decode import call as hopper_call
 from test_cuda_decode import cuda  # noqa: F401  a fixture
+from test_stored_plan import call_of as stored_call
 from triton.backends.compiler import GPUTarget
 
 import torch_flashbackend
 from torch_flashbackend import batch_invariance, decisions, routing
 from torch_flashbackend.kernels.cuda import decode, forward
 from torch_flashbackend.kernels.cuda import varlen as cuda_varlen
-from torch_flashbackend.kernels.triton import kv_cache, mask_plan
+from torch_flashbackend.kernels.triton import kv_cache, mask_plan, stored_plan
 from torch_flashbackend.kernels.triton.decode_plan import PLAIN
 from torch_flashbackend.problem import Problem
 
@@ -72,12 +73,17 @@ def packed_tile(sequences):
     return cuda_varlen.specialise(64, 64, torch.bfloat16, True, keys=16384, sequences=sequences).tile
 
 
+def stored(batch):
+    return stored_plan.fits(stored_call((batch, 8, 2, 520, 777, 320), False))
+
+
 KINDS = {
     "route of a decoding step": route(1, 1024),
     "Triton's splits": triton_splits,
     "the Hopper decoding kernel's splits": hopper_splits,
     "mask lists": lists,
     "tiles of packed sequences": packed_tile,
+    "probabilities in memory": stored,
 }
 
 

@@ -25,19 +25,19 @@ HALVES = sorted({math.ceil(head_dim / 32) * 16 for head_dim in HEAD_DIMS})
 
 
 def specialisations():
-    """Every half of the columns, cluster and mask; of the dtypes and outputs each gets one in turn."""
+    """Every half of the columns, causal and full; of the dtypes and outputs each gets one in turn."""
     options = list(itertools.product((True, False), (True, False)))  # bfloat16 or float16, with logsumexp or without
     found = []
     for number, half in enumerate(HALVES):
-        for cluster, is_causal in itertools.product((1, 2), (False, True)):
-            for chosen in options if ALL else [options[(number + cluster + 2 * is_causal) % 4]]:
-                found.append(WideSpecialisation(half, cluster, is_causal, *chosen))
+        for is_causal in (False, True):
+            for chosen in options if ALL else [options[(number + 2 * is_causal) % 4]]:
+                found.append(WideSpecialisation(half, is_causal, *chosen))
     return found
 
 
 def name_of(spec):
     kind = ("causal" if spec.is_causal else "full", "bf16" if spec.is_bf16 else "f16", "lse" if spec.write_lse else "")
-    return "-".join([str(2 * spec.half_dim), f"cluster{spec.cluster}", *filter(None, kind)])
+    return "-".join([str(2 * spec.half_dim), *filter(None, kind)])
 
 
 @pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"no compiler: {nvrtc.unavailable()}")
@@ -51,7 +51,6 @@ def test_specialisation_has_no_spills_and_no_serialised_products(spec, tmp_path)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(binary.cubin)
     text = subprocess.run([disassembler(), str(cubin)], capture_output=True, text=True, check=True).stdout
-    assert ("UTMALDG.4D.MULTICAST" in text) == (spec.cluster > 1)
     changes = re.findall(r"USETMAXREG\.(DEALLOC|TRY_ALLOC)\S* (?:UP\d+, )?(0x[0-9a-f]+)", text)
     # One warpgroup loads, two compute; more than the pool hangs.
     (released,) = {int(count, 16) for kind, count in changes if kind == "DEALLOC"}
@@ -61,7 +60,7 @@ def test_specialisation_has_no_spills_and_no_serialised_products(spec, tmp_path)
 
 @pytest.mark.parametrize("half", HALVES)
 def test_shared_memory(half):
-    spec = WideSpecialisation(half, 2, True, True, True)
+    spec = WideSpecialisation(half, True, True, True)
     assert spec.stages >= 3 and spec.shared_bytes <= SHARED_MEMORY
     assert spec.stage_bytes >= 64 * half * 2 and spec.stage_bytes % 1024 == 0
     exchanged = 2 * (64 * 32 * 4 + 64 * 64 * 2 + 64 * 4)  # sums, probabilities, and a number for each row
@@ -71,7 +70,7 @@ def test_shared_memory(half):
 
 def test_halves_of_the_columns():
     for head_dim in range(264, 513, 8):
-        half = forward_wide.specialise(head_dim, torch.float16, False, False, seqlen_q=64).half_dim
+        half = forward_wide.specialise(head_dim, torch.float16, False, False).half_dim
         assert half % 16 == 0 and half < head_dim <= 2 * half and half <= 256
 
 
@@ -104,9 +103,9 @@ def test_parameters_of_a_launch(cuda):  # noqa: F811
     assert (params.seqlen_q, params.seqlen_k, params.head_dim, params.q_tiles) == (300, 500, 512, 5)
     assert params.softmax_scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
     assert cuda.compiled[-1].defines == {
-        "HALF_DIM": 256, "STAGES": 3, "CLUSTER": 2, "IS_CAUSAL": 1, "IS_BF16": 1, "WRITE_LSE": 1
+        "HALF_DIM": 256, "STAGES": 3, "IS_CAUSAL": 1, "IS_BF16": 1, "WRITE_LSE": 1
     }  # fmt: skip
-    assert list(cuda.config.grid) == [6 * 8, 1, 1]  # five tiles of a head make three pairs
+    assert list(cuda.config.grid) == [5 * 8, 1, 1]
     assert list(cuda.config.block) == [384, 1, 1] and cuda.config.num_attributes == 0
     # Boxes of 64 columns and 64 rows of all tensors.
     assert [encoding[5][:2] for encoding in cuda.encodings] == [[64, 64]] * 3
@@ -124,29 +123,22 @@ def test_next_call_patches_pointers_alone(cuda):  # noqa: F811
     assert launched(cuda)[1].logsumexp is None and cuda.compiled[-1].defines["WRITE_LSE"] == 0
 
 
-def test_one_query_tile_has_no_other_to_share_keys_with(cuda):  # noqa: F811
-    call(seqlen_q=64)
-    assert cuda.compiled[-1].defines["CLUSTER"] == 1 and cuda.config.grid[0] == 8
-    call(seqlen_q=65)
-    assert cuda.compiled[-1].defines["CLUSTER"] == 2 and cuda.config.grid[0] == 16
-
-
 @pytest.mark.parametrize(
     ("seqlen", "queries_per_kv", "expected"),
     [
         (4096, 1, 4),  # 8 MB of keys and values each
         (4096, 4, 16),
-        (512, 1, 32),
-        (16384, 1, 1),
-        (100_000, 1, 1),
+        (512, 1, 8),  # 32 would fit the cache
+        (512, 2, 16),
+        (16384, 1, 2),  # one alone would
+        (100_000, 1, 2),
     ],
 )
-def test_heads_whose_tiles_stand_in_one_list(seqlen, queries_per_kv, expected):
-    q_tiles = math.ceil(seqlen / 64)
-    assert forward_wide.heads_per_group(64, queries_per_kv, seqlen, 512, q_tiles, 132) == expected
-    # Enough of them for all multiprocessors, and not more than there are.
-    assert forward_wide.heads_per_group(200, 1, 4096, 512, 1, 132) == 132
-    assert forward_wide.heads_per_group(3, 1, 64, 512, 1, 132) == 3
+def test_heads_whose_tiles_stand_in_one_list(cuda, seqlen, queries_per_kv, expected):  # noqa: F811
+    assert forward_wide.heads_per_group(64, queries_per_kv, seqlen, 512) == expected
+    assert forward_wide.heads_per_group(3, queries_per_kv, 512, 512) == 3  # not more than there are
+    call(batch=4, heads=16, kv_heads=16 // queries_per_kv, seqlen_q=seqlen, seqlen_k=seqlen)
+    assert launched(cuda)[1].heads_per_group == expected
 
 
 def test_which_calls_are_its(cuda):  # noqa: F811

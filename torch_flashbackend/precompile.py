@@ -171,9 +171,7 @@ def _specialisations(problem: Problem) -> Iterable[Any]:
     from .kernels.cuda import backward, decode, forward, forward_wide
 
     if forward_wide.takes(problem.head_dim, problem.head_dim_v):
-        yield forward_wide.specialise(
-            problem.head_dim, problem.query_dtype, problem.is_causal, problem.requires_grad, seqlen_q=problem.seqlen_q
-        )
+        yield forward_wide.specialise(problem.head_dim, problem.query_dtype, problem.is_causal, problem.requires_grad)
         return
 
     measured = policy.policy_for(problem)

@@ -454,8 +454,7 @@ def _make_plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask
     if refusal:
         raise KernelUnavailable(refusal)
     if is_wide:
-        _, num_sms = _device(query.device.index)
-        return forward_wide.WidePlan(query, key, value, out, write_lse, is_causal, softmax_scale, num_sms)
+        return forward_wide.WidePlan(query, key, value, out, write_lse, is_causal, softmax_scale)
     return decode.DecodePlan(query, key, value, out, softmax_scale)
 
 

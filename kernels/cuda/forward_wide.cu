@@ -26,15 +26,9 @@
 //   Named barrier 3: P[j] is written, and both have done product j - 1. So P needs two buffers: P[j + 1] goes where
 //   P[j - 1] was, after barrier 3 of step j.
 //
-// CLUSTER of two: two blocks have query tiles that follow each other, and each loads half of the key and value tiles
-// for both, so that these are read from L2 once. A stage is written once both blocks have released it, and full once
-// both halves have arrived: a block's own loading thread arrives on the barrier of each phase, so that no phase ends
-// before it expects the bytes, wherever they come from.
-//
-// Defined by the host (forward_wide.py): HALF_DIM (columns of a warpgroup, a multiple of 16 up to 256), STAGES, CLUSTER
-// (blocks), IS_CAUSAL, IS_BF16, WRITE_LSE.
+// Defined by the host (forward_wide.py): HALF_DIM (columns of a warpgroup, a multiple of 16 up to 256), STAGES,
+// IS_CAUSAL, IS_BF16, WRITE_LSE.
 #include "barrier.cuh"
-#include "cluster.cuh"
 #include "softmax.cuh"
 #include "wgmma.cuh"
 #include "wgmma_instructions.cuh"
@@ -62,7 +56,6 @@ constexpr int PROBABILITIES_BYTES = BLOCK_M * BLOCK_N * 2;
 static_assert(BLOCK_M == BLOCK_N);  // query tiles are loaded into stages of keys
 static_assert(BLOCK_N == BOX_COLUMNS);
 static_assert(STAGES >= 3);
-static_assert(CLUSTER == 1 || CLUSTER == 2);
 
 // Byte addresses in shared memory.
 struct Shared {
@@ -84,52 +77,30 @@ struct Tile {
   int first_row, head, batch, key_tiles;
 };
 
-// The block's tile. Those of a cluster follow each other, and visit as many key tiles as the last of them sees, so that
-// the end of the others' may be hidden from all of their rows. Rows past the last query are computed and not written.
-// Causal: heads come in groups, and within a group the longest tiles of all its heads come first.
+// The block's tile. Rows past the last query are computed and not written. Causal: heads come in groups, and within a
+// group the longest tiles of all its heads come first.
 __device__ __forceinline__ Tile tile_of_block(const WideParams& params) {
   // Whoever needs it computes it, rather than keep it in registers.
-  const int block = opaque(blockIdx.x), index = block / CLUSTER;
-  const int turns = ceil_div(params.q_tiles, CLUSTER);  // clusters that a head needs
-  int head, turn;
+  const int block = opaque(blockIdx.x), q_tiles = params.q_tiles;
+  int head, q_tile;
   if (IS_CAUSAL) {
-    const int group_turns = params.heads_per_group * turns;
-    const int first = index / group_turns * params.heads_per_group, within = index % group_turns;
+    const int group_tiles = params.heads_per_group * q_tiles;
+    const int first = block / group_tiles * params.heads_per_group, within = block % group_tiles;
     const int heads = min(params.heads_per_group, params.batch * params.num_heads - first);
     head = first + within % heads;
-    turn = turns - 1 - within / heads;
+    q_tile = q_tiles - 1 - within / heads;
   } else {
-    head = index / turns;
-    turn = index % turns;
+    head = block / q_tiles;
+    q_tile = block % q_tiles;
   }
-  const int first_row = turn * CLUSTER * BLOCK_M;
-  const int visible = IS_CAUSAL ? min(params.seqlen_k, first_row + CLUSTER * BLOCK_M) : params.seqlen_k;
-  return {first_row + block % CLUSTER * BLOCK_M, head % params.num_heads, head / params.num_heads,
-          ceil_div(visible, BLOCK_N)};
+  const int first_row = q_tile * BLOCK_M;
+  const int visible = IS_CAUSAL ? min(params.seqlen_k, first_row + BLOCK_M) : params.seqlen_k;
+  return {first_row, head % params.num_heads, head / params.num_heads, ceil_div(visible, BLOCK_N)};
 }
 
-// Loads this block's share of the boxes of a tile that all blocks of a cluster need; with two, each has every other
-// box.
-__device__ __forceinline__ void load_shared(const TensorMap& map, uint32_t destination, uint32_t barrier, int row,
-                                            int head, int batch, int first_column) {
-  barrier_arrive_expect(barrier, STAGE_BYTES);
-#pragma unroll
-  for (int box = 0; box < STAGE_BYTES / BOX_BYTES; ++box) {
-    if (box % CLUSTER == blockIdx.x % CLUSTER)
-      load_box_for_both(map, destination + box * BOX_BYTES, barrier, first_column + box * BOX_COLUMNS, row, head,
-                        batch);
-  }
-}
-
-__device__ __forceinline__ void load_query(const TensorMap& map, const WideParams& params, const Shared& shared,
-                                           int warpgroup) {
-  const Tile tile = tile_of_block(params);
-  load_rows<BLOCK_M, HALF_DIM>(map, shared.stage(warpgroup, 0), shared.full(warpgroup, 0), tile.first_row, tile.head,
-                               tile.batch, warpgroup * HALF_DIM);
-}
-
-__device__ __forceinline__ void produce(const TensorMap& key_map, const TensorMap& value_map, const WideParams& params,
-                                        const Shared& shared, int warpgroup) {
+__device__ __forceinline__ void produce(const TensorMap& query_map, const TensorMap& key_map,
+                                        const TensorMap& value_map, const WideParams& params, const Shared& shared,
+                                        int warpgroup) {
   const Tile tile = tile_of_block(params);
   const int kv_head = tile.head / (params.num_heads / params.num_kv_heads);
   const int first_column = warpgroup * HALF_DIM;
@@ -137,14 +108,13 @@ __device__ __forceinline__ void produce(const TensorMap& key_map, const TensorMa
   // Columns past the tensor's last arrive as zeros.
   const auto load = [&](const TensorMap& map, int row) {
     barrier_wait(shared.empty(warpgroup, ring.stage), ring.phase ^ 1);
-    const uint32_t stage = shared.stage(warpgroup, ring.stage), full = shared.full(warpgroup, ring.stage);
-    if (CLUSTER == 1)
-      load_rows<BLOCK_N, HALF_DIM>(map, stage, full, row, kv_head, tile.batch, first_column);
-    else
-      load_shared(map, stage, full, row, kv_head, tile.batch, first_column);
+    load_rows<BLOCK_N, HALF_DIM>(map, shared.stage(warpgroup, ring.stage), shared.full(warpgroup, ring.stage), row,
+                                 kv_head, tile.batch, first_column);
     ring.advance();
   };
-  ring.advance();  // the query
+  load_rows<BLOCK_M, HALF_DIM>(query_map, shared.stage(warpgroup, 0), shared.full(warpgroup, 0), tile.first_row,
+                               tile.head, tile.batch, first_column);
+  ring.advance();
   load(key_map, 0);
 #pragma unroll 1
   for (int row = BLOCK_N; row < tile.key_tiles * BLOCK_N; row += BLOCK_N) {
@@ -194,12 +164,7 @@ __device__ __forceinline__ void consume(const WideParams& params, const Shared& 
   softmax.reset();
 
   const auto release = [&](int stage) {
-    const uint32_t empty = shared.empty(warpgroup, stage);
-    if (CLUSTER == 1) {
-      if (lane == 0) barrier_arrive(empty);
-    } else {
-      if (lane < CLUSTER) barrier_arrive_remote(map_to_rank(empty, lane));
-    }
+    if (lane == 0) barrier_arrive(shared.empty(warpgroup, stage));
   };
   // Of the keys in `stage` those that `owner` does the softmax of.
   const auto issue_scores = [&](int owner, int stage) {
@@ -239,9 +204,8 @@ __device__ __forceinline__ void consume(const WideParams& params, const Shared& 
       scores[4 * i + 2] += x.z;
       scores[4 * i + 3] += x.w;
     }
-    // Only the last tile of each block of the cluster can hold keys that some rows see and others do not, or the end of
-    // the keys.
-    if (j >= key_tiles - CLUSTER) {
+    // Only the last tile can hold keys that some rows see and others do not, or the end of the keys.
+    if (j == key_tiles - 1) {
       const Tile tile = tile_of_block(params);
       const int last = params.seqlen_k - 1, row = tile.first_row + row_in_tile;
       const int first_key = j * BLOCK_N + warpgroup * OWN_KEYS;
@@ -374,17 +338,10 @@ __device__ __forceinline__ void consume(const WideParams& params, const Shared& 
   store_out(out, inverse, tile, tile.first_row + row_in_tile, warpgroup * HALF_DIM, params);
 }
 
-#if CLUSTER > 1
-#define CLUSTER_OF_BLOCKS __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTER_OF_BLOCKS
-#endif
-
-extern "C" __global__ void CLUSTER_OF_BLOCKS
-    __launch_bounds__(THREADS, 1) flash_forward_wide(const __grid_constant__ TensorMap query_map,
-                                                     const __grid_constant__ TensorMap key_map,
-                                                     const __grid_constant__ TensorMap value_map,
-                                                     const __grid_constant__ WideParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward_wide(const __grid_constant__ TensorMap query_map,
+                                                                            const __grid_constant__ TensorMap key_map,
+                                                                            const __grid_constant__ TensorMap value_map,
+                                                                            const __grid_constant__ WideParams params) {
   // The swizzle counts from multiples of 1024 bytes.
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
@@ -393,31 +350,22 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS
     prefetch_map(query_map);
     prefetch_map(key_map);
     prefetch_map(value_map);
-    // Stages are filled by one arrival and the copies' bytes, and emptied by one arrival of each warp of the warpgroups
-    // that read them: with a cluster one in each block, since each block loads for all.
+    // Stages are filled by one arrival and the copies' bytes, and emptied by one arrival of each warp of the warpgroup
+    // that reads them.
     for (int index = 0; index < 2 * STAGES; ++index) {
       barrier_init(shared.full(0, index), 1);
-      barrier_init(shared.empty(0, index), 4 * CLUSTER);
+      barrier_init(shared.empty(0, index), 4);
     }
     barrier_init_fence();
   }
   __syncthreads();
   const int warpgroup = uniform(threadIdx.x / 128);
-  if (CLUSTER > 1) cluster_arrive();
-  // After the wait blocks may load for each other, and arrive at each other's barriers.
   if (warpgroup == 2) {
     registers_release<PRODUCER_REGISTERS>();
     const int warp = threadIdx.x % 128 / 32;
-    const bool loads = warp < 2 && threadIdx.x % 32 == 0;
-    if (loads) load_query(query_map, params, shared, warp);
-    __syncwarp();
-    if (CLUSTER > 1) cluster_wait();
-    if (loads) produce(key_map, value_map, params, shared, warp);
+    if (warp < 2 && threadIdx.x % 32 == 0) produce(query_map, key_map, value_map, params, shared, warp);
   } else {
     registers_claim<CONSUMER_REGISTERS>();
-    if (CLUSTER > 1) cluster_wait();
     consume(params, shared, warpgroup);
   }
-  // No block ends while others still say to it that a stage is empty.
-  if (CLUSTER > 1) cluster_sync();
 }

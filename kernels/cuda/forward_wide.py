@@ -58,11 +58,10 @@ class WideParams(ctypes.Structure):
 class WideSpecialisation(NamedTuple):
     """What the compiler knows of a call.
 
-    half_dim: columns of a warpgroup, a multiple of 16. cluster: blocks, one or two, that share keys and values.
+    half_dim: columns of a warpgroup, a multiple of 16.
     """
 
     half_dim: int
-    cluster: int
     is_causal: bool
     is_bf16: bool
     write_lse: bool
@@ -83,7 +82,6 @@ class WideSpecialisation(NamedTuple):
         return {
             "HALF_DIM": self.half_dim,
             "STAGES": self.stages,
-            "CLUSTER": self.cluster,
             "IS_CAUSAL": int(self.is_causal),
             "IS_BF16": int(self.is_bf16),
             "WRITE_LSE": int(self.write_lse),
@@ -122,29 +120,25 @@ def takes(head_dim: int, head_dim_v: int) -> bool:
     return head_dim == head_dim_v and head_dim % 8 == 0 and MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM
 
 
-def specialise(
-    head_dim: int, dtype: torch.dtype, is_causal: bool, write_lse: bool, *, seqlen_q: int
-) -> WideSpecialisation:
-    """The specialisation that runs a call: two blocks share keys and values where a head has several query tiles."""
-    half_dim = math.ceil(head_dim / 32) * 16
-    cluster = 2 if seqlen_q > BLOCK else 1
-    return WideSpecialisation(half_dim, cluster, is_causal, dtype == torch.bfloat16, write_lse)
+def specialise(head_dim: int, dtype: torch.dtype, is_causal: bool, write_lse: bool) -> WideSpecialisation:
+    """The specialisation that runs a call."""
+    return WideSpecialisation(math.ceil(head_dim / 32) * 16, is_causal, dtype == torch.bfloat16, write_lse)
 
 
-def heads_per_group(batch_heads: int, queries_per_kv: int, seqlen_k: int, head_dim: int, q_tiles: int, num_sms: int):
+def heads_per_group(batch_heads: int, queries_per_kv: int, seqlen_k: int, head_dim: int) -> int:
     """How many query heads have their causal tiles in one list, longest first.
 
-    As many as have keys and values in L2 together, and enough to keep all multiprocessors busy.
+    As many as have keys and values in L2 together, but no more than 8: blocks at the longest tiles of many heads, which
+    share nothing, would run together, then blocks at short ones. At least two, whose lists end at different times.
     """
-    in_cache = _L2_BYTES // (seqlen_k * head_dim * 4) * queries_per_kv
-    return min(max(in_cache, math.ceil(num_sms / q_tiles)), batch_heads)
+    in_cache = _L2_BYTES // (seqlen_k * head_dim * 4)
+    return min(max(2, min(in_cache, 8)) * queries_per_kv, batch_heads)
 
 
 class WidePlan:
     """The forward of all calls with these shapes, strides, dtype and scale on one device; only pointers are free.
 
-    specialisation: what to compile instead of what ``specialise`` says, for those who compare. Raises KernelUnavailable
-    when it is made; torch.OutOfMemoryError where the GPU has no room for the kernel's code.
+    Raises KernelUnavailable when it is made; torch.OutOfMemoryError where the GPU has no room for the kernel's code.
     """
 
     __slots__ = ("_config", "_device_index", "_frames", "_function", "_maps", "_params", "specialisation")
@@ -158,8 +152,6 @@ class WidePlan:
         write_lse: bool,
         is_causal: bool,
         softmax_scale: float,
-        num_sms: int,
-        specialisation: WideSpecialisation | None = None,
     ) -> None:
         """As of ``forward.plan``, which has seen to it that the copy engine can walk the tensors."""
         batch, heads, seqlen_q, head_dim = query.shape
@@ -168,11 +160,9 @@ class WidePlan:
         if key.stride(1) == 0 and value.stride(1) == 0:
             key, value = key[:, :1], value[:, :1]
         kv_heads, seqlen_k = key.shape[1:3]
-        spec = self.specialisation = specialisation or specialise(
-            head_dim, query.dtype, is_causal, write_lse, seqlen_q=seqlen_q
-        )
+        spec = self.specialisation = specialise(head_dim, query.dtype, is_causal, write_lse)
         q_tiles = math.ceil(seqlen_q / BLOCK)
-        blocks = math.ceil(q_tiles / spec.cluster) * spec.cluster * batch * heads
+        blocks = q_tiles * batch * heads
         if blocks > _MAX_BLOCKS:
             raise KernelUnavailable(f"{blocks} tiles are more than a grid has blocks")
         try:
@@ -193,9 +183,7 @@ class WidePlan:
             seqlen_k=seqlen_k,
             head_dim=head_dim,
             q_tiles=q_tiles,
-            heads_per_group=heads_per_group(
-                batch * heads, heads // kv_heads, seqlen_k, head_dim, q_tiles, num_sms
-            ),
+            heads_per_group=heads_per_group(batch * heads, heads // kv_heads, seqlen_k, head_dim),
             softmax_scale_log2=softmax_scale * _LOG2E,
         )  # fmt: skip
         self._config = driver.LaunchConfig(

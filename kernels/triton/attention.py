@@ -29,7 +29,7 @@ from .common import MASK_NONE as _NONE
 from .decode_plan import DecodePlan, suits
 from .launch import Launch, TensorMap, device_target
 from .mask_plan import MaskTiles, worth_listing
-from .stored_plan import StoredPlan, parts_of
+from .stored_plan import StoredPlan, fits
 from .tiles import Tile, choose, family
 
 MASK_NONE, MASK_BOOL, MASK_FLOAT = _NONE.value, _BOOL.value, _FLOAT.value
@@ -276,7 +276,7 @@ def keys_are_wide(call: _Call, tensors) -> bool:
 
 def scores_are_stored(call: _Call) -> bool:
     """Of the calls whose keys are wide, those whose probabilities the kernels of backward_stored.py keep in memory."""
-    return _rows_of_a_sum(call.seqlen_k) == 0 and len(parts_of(call)) > 0
+    return _rows_of_a_sum(call.seqlen_k) == 0 and fits(call)
 
 
 def value_parts_of(call: _Call, tensors) -> int:

@@ -1,6 +1,7 @@
 """Which backward calls keep probabilities in memory, how many heads at a time, and their launches.
 
-May import torch and this folder's device code. Used by ``attention.py``; the kernels are ``backward_stored.py``'s.
+May import torch, this folder's device code and the plugin's ``batch_invariance.py``. Used by ``attention.py``; the
+kernels are ``backward_stored.py``'s.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...batch_invariance import planned_batch
 from . import backward_stored as kernels
 
 # Bytes of P and dS over those of the query. PyTorch's default takes three times the query's bytes beside its results
@@ -90,15 +92,28 @@ def columns_of_a_program(head_dim: int, tiles: int, multiprocessors: int) -> int
     return 256 if head_dim > 384 and tiles * math.ceil(head_dim / 256) >= multiprocessors else 128
 
 
+def fits(call) -> bool:
+    """Is there room to keep probabilities at all?
+
+    Asked of one batch where results may not depend on their number, which has room for more: other kernels add up in
+    another order. Whether it is strips, and of how many heads at a time, does not change the order of a sum.
+    """
+    return len(_parts(call, planned_batch(call.batch))) > 0
+
+
 def parts_of(call) -> list[Part]:
     """What is kept in memory, one part after the other; nothing where it would be too much, or too little at a time.
 
     As many heads as may be. Where not even one may be as a whole: strips of keys, then strips of queries without P,
     which makes seven products of five.
     """
+    return _parts(call, call.batch)
+
+
+def _parts(call, batch: int) -> list[Part]:
     tiles, head_dim = _Tiles(call), call.constants["HEAD_DIM"]
-    group, every = call.heads // call.kv_heads, call.batch * call.kv_heads
-    most = SHARE_OF_QUERY * call.batch * call.heads * call.seqlen_q * head_dim // (2 * group * tiles.size**2)
+    group, every = call.heads // call.kv_heads, batch * call.kv_heads
+    most = SHARE_OF_QUERY * batch * call.heads * call.seqlen_q * head_dim // (2 * group * tiles.size**2)
     whole = tiles.of_keys(0, tiles.columns)
     allowed = most // whole.count
     if allowed > 0:

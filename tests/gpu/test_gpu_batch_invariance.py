@@ -98,9 +98,16 @@ def test_without_the_switch_decoding_follows_the_batch(plugin):
         assert any(not torch.equal(attend(rows_of(call, row, row + 1)), together[row : row + 1]) for row in range(8))
 
 
-@pytest.mark.parametrize("kind", ["causal", "full", "padding", "bias", "float32"])
-def test_gradients_in_deterministic_mode(plugin, invariant, deterministic, launched, kind):
-    call = made(kind, 64)
+@pytest.mark.parametrize(
+    ("kind", "head_dim"),
+    [(kind, 64) for kind in ("causal", "full", "padding", "bias", "float32")]
+    + [("causal", 320), ("full", 320), ("causal", 512)],
+)
+def test_gradients_in_deterministic_mode(plugin, invariant, deterministic, launched, kind, head_dim):
+    """Of head_dim 320, all batches together have room for the probabilities of a "full" one, which one alone has not;
+    of 512, all together have larger tiles.
+    """
+    call = made(kind, head_dim)
     grad_out = gradient_for(call)
     with launched():
         together = results_of(call, grad_out)

@@ -32,22 +32,9 @@ def compiled():
     calls += [(512, torch.bfloat16, is_causal, lse) for is_causal in (False, True) for lse in (False, True)]
     calls += [(320, torch.bfloat16, is_causal, True) for is_causal in (False, True)]
     calls += [(272, torch.bfloat16, True, True)]
-    wanted = dict.fromkeys(
-        forward_wide.specialise(*call, seqlen_q=64)._replace(cluster=cluster) for call in calls for cluster in (1, 2)
-    )
+    wanted = dict.fromkeys(forward_wide.specialise(*call) for call in calls)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(forward_wide.WideSpecialisation.compile, wanted))
-
-
-@pytest.fixture(params=[1, 2], ids=["alone", "paired"])
-def cluster(request, monkeypatch):
-    """How many blocks share keys and values, in calls of any size."""
-    usual = forward_wide.specialise
-    monkeypatch.setattr(
-        forward_wide, "specialise", lambda *args, **sizes: usual(*args, **sizes)._replace(cluster=request.param)
-    )
-    monkeypatch.setattr(forward, "_plans", {})
-    return request.param
 
 
 def exact(query, key, value, is_causal, scale):
@@ -61,7 +48,7 @@ def exact(query, key, value, is_causal, scale):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_values_and_logsumexp(cluster, head_dim, is_causal):
+def test_values_and_logsumexp(head_dim, is_causal):
     """Probabilities and outputs are rounded to 16 bits, so that each adds its half unit to what sums of them have."""
     dtype = dtype_of(head_dim, is_causal)
     for number, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
@@ -82,7 +69,7 @@ def test_values_and_logsumexp(cluster, head_dim, is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_through_the_plugin(check_cuda, cluster, is_causal):  # noqa: F811
+def test_through_the_plugin(check_cuda, is_causal):  # noqa: F811
     """Against float64 and PyTorch's kernels, with more tiles than multiprocessors."""
     check_cuda(simple_call(2, 20, 500, 700, 512, is_causal=is_causal), grad=False, kernels=("math",))
 
@@ -94,7 +81,7 @@ def test_gradients(check_cuda):  # noqa: F811
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("descending", [False, True])
-def test_maximum_that_moves_through_the_keys(check_cuda, cluster, descending, is_causal):  # noqa: F811
+def test_maximum_that_moves_through_the_keys(check_cuda, descending, is_causal):  # noqa: F811
     """Steps are then done again by both warpgroups: in turn one or the other has the larger score, or both."""
     call = simple_call(1, 70, 600, head_dim=512)
     growth = torch.linspace(6.0, 30.0, 600, device="cuda")[:, None]
@@ -103,7 +90,7 @@ def test_maximum_that_moves_through_the_keys(check_cuda, cluster, descending, is
     check_cuda(dataclasses.replace(call, key=key, is_causal=is_causal), grad=False, kernels=("math",))
 
 
-def test_one_large_score(cluster):
+def test_one_large_score():
     """A key that outweighs all before it, of one warpgroup's or of the other's, in every step."""
     query, key, value = (torch.randn(1, 1, 320, 512, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     for position in range(10, 320, 32):
@@ -116,7 +103,7 @@ def test_one_large_score(cluster):
         assert ((logsumexp.double() - expected_lse).abs() <= 1e-4 + 2**-17 * expected_lse.abs()).all(), position
 
 
-def test_nan_stays_where_it_is_seen(cluster):
+def test_nan_stays_where_it_is_seen():
     query, key, value = (torch.randn(1, 2, 300, 512, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     key[0, 0, 100] = torch.nan
     out = torch.empty_like(query)
@@ -126,7 +113,7 @@ def test_nan_stays_where_it_is_seen(cluster):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_same_bits_each_time(hopper_ran, cluster, is_causal):  # noqa: F811
+def test_the_same_bits_each_time(hopper_ran, is_causal):  # noqa: F811
     call = simple_call(2, 30, 700, 900, 512, is_causal=is_causal)
     with hopper_ran():
         first = call.run()
@@ -135,7 +122,7 @@ def test_the_same_bits_each_time(hopper_ran, cluster, is_causal):  # noqa: F811
 
 
 @pytest.mark.parametrize("head_dim", [272, 512])
-def test_nothing_beside_the_output_is_written(cluster, head_dim):
+def test_nothing_beside_the_output_is_written(head_dim):
     """A tile that reaches past the last query, in an output whose rows and heads have others between them."""
     shape = (2, 3, 333, head_dim)
     query, key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -151,7 +138,7 @@ def test_nothing_beside_the_output_is_written(cluster, head_dim):
     assert (whole == 7.0).all() and (lse == 7.0).all()
 
 
-def test_keys_expanded_over_heads(cluster):
+def test_keys_expanded_over_heads():
     query = torch.randn(2, 6, 100, 512, device="cuda", dtype=torch.bfloat16)
     key, value = (torch.randn(2, 1, 200, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(query)

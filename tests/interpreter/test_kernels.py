@@ -322,17 +322,21 @@ def test_stored_probabilities_of_wide_heads(monkeypatch, kind):
         assert launch.launch_counts[name] - launched.get(name, 0) == times * chunks
 
 
+def share_of_strips(call: Call) -> float:
+    """A ``stored_plan.SHARE_OF_QUERY`` that has room for some of a head's tiles of 16 rows alone; two batches."""
+    heads, seqlen_q, seqlen_k, head_dim = *call.query.shape[1:3], *call.key.shape[2:]
+    rows = math.ceil(seqlen_q / 16)
+    tiles = sum(min(row + 1, rows) if call.is_causal else math.ceil(seqlen_k / 16) for row in range(rows))
+    allowed = max((tiles - 1) // 2, rows) + 0.5
+    return allowed * 2 * 16**2 * heads / call.key.size(1) / (2 * heads * seqlen_q * head_dim)
+
+
 @WIDE_KINDS
 def test_stored_probabilities_of_a_part_of_a_head(monkeypatch, kind):
     """Strips of keys, then strips of queries, where the tiles of one head would take too much memory."""
     use_tiles(monkeypatch, 16, 16)
     call = wide_call(kind, batch=2)
-    heads, seqlen_q, seqlen_k, head_dim = *call.query.shape[1:3], *call.key.shape[2:]
-    rows = math.ceil(seqlen_q / 16)
-    tiles = sum(min(row + 1, rows) if call.is_causal else math.ceil(seqlen_k / 16) for row in range(rows))
-    allowed = max((tiles - 1) // 2, rows) + 0.5
-    share = allowed * 2 * 16**2 * heads / call.key.size(1) / (2 * heads * seqlen_q * head_dim)
-    monkeypatch.setattr(stored_plan, "SHARE_OF_QUERY", share)
+    monkeypatch.setattr(stored_plan, "SHARE_OF_QUERY", share_of_strips(call))
     launched = launch.launch_counts.copy()
     run_and_check(call)
     launches = {name: launch.launch_counts[name] - launched.get(name, 0) for name in launch.launch_counts}
@@ -340,6 +344,21 @@ def test_stored_probabilities_of_a_part_of_a_head(monkeypatch, kind):
     assert launches["attention_stored_query"] >= 2 * call.key.size(1)
     parts = launches["attention_stored_key"] // 2 + launches["attention_stored_query"]
     assert launches["attention_stored_scores"] in (parts, parts - 2 * call.key.size(1))  # no query sees the last keys
+
+
+@pytest.mark.parametrize("kind", ["causal", "grouped"])
+def test_what_is_in_memory_together_changes_no_bits(monkeypatch, kind):
+    """Batches that have more room than one alone may keep more of it."""
+    use_tiles(monkeypatch, 16, 16)
+    call = wide_call(kind, batch=2)
+    grad_out = gradient_for(call)
+    whole = run(call, grad_out).results
+    monkeypatch.setattr(stored_plan, "SHARE_OF_QUERY", share_of_strips(call))
+    attention._plans.clear()
+    launched = launch.launch_counts["attention_stored_key"]
+    strips = run(call, grad_out).results
+    assert launch.launch_counts["attention_stored_key"] > launched + 2 * 2 * call.key.size(1)
+    assert all(torch.equal(strips[name], tensor) for name, tensor in whole.items())
 
 
 @pytest.mark.parametrize(("at_a_time", "chunks"), [(1, 3), (2, 2), (3, 1)])
