@@ -685,7 +685,8 @@ class Plan:
 
 
 def _allocate(like: torch.Tensor, floats: int) -> torch.Tensor:
-    return _torch.empty_float32(like, (floats,), (1,))
+    """float32 memory on the current device, which is that of `like`."""
+    return _torch.empty_here(floats, torch.float32, like.device)
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
