@@ -29,7 +29,8 @@ def misplaced(case: Append) -> tuple[dict, list[Tensor]]:
     """
     arguments = dict(case.arguments)
     capacity = arguments["k_cache"].size(1)
-    arguments["cache_seqlens"] = torch.tensor([-capacity - 1, capacity, 3 * capacity], dtype=torch.int32)
+    lengths = [-capacity - 1, capacity, 3 * capacity]
+    arguments["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=arguments["k_cache"].device)
     whole = []
     for name in ("k_cache", "v_cache"):
         cache = arguments[name]

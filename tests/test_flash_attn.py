@@ -153,6 +153,10 @@ def test_other_refusals_name_their_argument():
             flash_attn.flash_attn_func(q, k[..., :8], v, causal=causal)
     with pytest.raises(ValueError, match="must divide"):
         flash_attn.flash_attn_func(q, torch.cat((k, k, k), 2), torch.cat((v, v, v), 2))
+    with pytest.raises(ValueError, match="softcap"):
+        flash_attn.flash_attn_func(q, k, v, softcap=-2.0)
+    with pytest.raises(ValueError, match="softcap"):
+        flash_attn.flash_attn_varlen_func(*tensors, softcap=-2.0)
     with pytest.raises(ValueError, match="window_size"):
         flash_attn.flash_attn_func(q, k, v, window_size=3)
     with pytest.raises(TypeError, match="k must be a tensor, not list"):

@@ -158,6 +158,7 @@ def test_compiled_as_one_graph_that_writes_into_the_cache():
         ({"alibi_slopes": torch.zeros(2, 4)}, r"alibi_slopes are \[4\] or \[3, 4\]"),
         ({"cache_seqlens": torch.zeros(3, dtype=torch.int32, device="meta")}, "cache_seqlens is on meta"),
         ({"window_size": 3}, "window_size"),
+        ({"softcap": -1.0}, "softcap is 0.0 for none, or a positive number; got -1.0"),
     ],
 )  # fmt: skip
 def test_errors_name_what_is_wrong(change, message):

@@ -164,6 +164,7 @@ NAMED_ERRORS = {
     "sinks": (lambda a: a | {"sinks": torch.ones(3)}, "sinks are"),
     "alignment": (lambda a: a | {"causal_alignment": "left"}, "bottom_right"),
     "device": (lambda a: a | {"cu_seqlens_q": a["cu_seqlens_q"].to("meta")}, "device"),
+    "softcap": (lambda a: a | {"softcap": math.nan}, "softcap is 0.0 for none.* got nan"),
     "window": (lambda a: a | {"window_size": 3}, "window_size is"),
     "first of lengths": (lambda a: a | {"cu_seqlens_q": a["cu_seqlens_q"] + 2}, "cu_seqlens_q begins with 0.* 2 first"),
     "order of lengths": (lambda a: a | {"cu_seqlens_k": torch.tensor([0, 10, 4])}, "cu_seqlens_k.* 4 behind 10"),

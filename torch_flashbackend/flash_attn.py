@@ -62,6 +62,7 @@ def flash_attn_func(
         raise ValueError(f"q, k and v do not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"the heads of k, {k.shape[2]}, must divide those of q, {q.shape[2]}")
+    varlen.check_softcap(softcap)
     left, right = _window(window_size, causal, k.size(1))
     # With as many keys as queries both corners of the mask are the same.
     plain_causal = (left, right) == (-1, 0) and q.size(1) == k.size(1)
@@ -149,6 +150,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise NotImplementedError("block_table is not supported here; flash_attn_with_kvcache reads paged caches")
     varlen.check_types(q=q, k=k, v=v)
+    varlen.check_softcap(softcap)
     max_seqlen_q = q.size(0) if max_seqlen_q is None else max_seqlen_q
     max_seqlen_k = k.size(0) if max_seqlen_k is None else max_seqlen_k
     left, right = _window(window_size, causal, max_seqlen_k)

@@ -98,6 +98,7 @@ def attend(
     batch = q.size(0)
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    varlen.check_softcap(softcap)
     left, right = varlen.window(window_size)
     right = 0 if causal else right
     more = 0

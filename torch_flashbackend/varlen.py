@@ -30,7 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import _torch, ops, reference, reference_varlen
 from .kernels import KernelUnavailable
 
-__all__ = ["attention_varlen", "check", "check_types", "run", "takes", "under_autocast", "window"]
+__all__ = ["attention_varlen", "check", "check_softcap", "check_types", "run", "takes", "under_autocast", "window"]
 
 LARGEST_HEAD_DIM = 256
 
@@ -113,6 +113,7 @@ def attention_varlen(
     """
     if causal_alignment not in ("bottom_right", "top_left"):
         raise ValueError(f'causal_alignment is "bottom_right" or "top_left", not {causal_alignment!r}')
+    check_softcap(softcap)
     left, right = window(window_size)
     if is_causal:
         right = 0
@@ -143,6 +144,12 @@ def window(window_size: tuple[int, int]) -> tuple[int, int]:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size is (keys before, keys after), -1 for all of them; got {window_size!r}")
     return window_size[0], window_size[1]
+
+
+def check_softcap(softcap: float) -> None:
+    """Raise ValueError for what is neither 0 nor a positive number: it would silently be no cap."""
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap is 0.0 for none, or a positive number; got {softcap}")
 
 
 def check_types(**tensors: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from append_cases import append_call
+from append_cases import append_call, misplaced
 from common import Call, check, error_of, random_call, simple_call
 from decode_cases import CacheCall, cache_call, random_cache_call
 
@@ -362,6 +362,18 @@ def test_another_device_than_the_current(plugin):
 
 
 # ------------------------------------------------------------------------------------------------- kv_cache.attend
+
+
+def test_nothing_is_written_outside_of_the_cache(device):
+    """Lengths before its first row and behind its last one, as a wrong count in a serving loop would give."""
+    from torch_flashbackend import kv_cache
+
+    arguments, whole = misplaced(append_call(0, device=device))
+    before = [tensor.clone() for tensor in whole]
+    out = kv_cache.attend(**arguments)
+    for tensor, was in zip(whole, before):
+        assert torch.equal(tensor, was)
+    assert not out[0].any()  # no key is in use
 
 
 @pytest.mark.parametrize("where", ["plain", "batch_index", "pages"])
