@@ -50,7 +50,9 @@ def candidates(case: cases.Case) -> dict[str, BackwardTile]:
     size, has_dropout = case.head_dim, case.dropout > 0.0
     chosen = specialisation(case).tile
     found = {"table": chosen}
-    if not has_dropout and not has_float_mask(case):
+    if has_float_mask(case):
+        return found  # all others lost; what they took is in kernels/cuda/NOTES.md
+    if not has_dropout:
         found["persistent"] = dataclasses.replace(chosen, persistent=True)
     if size > 64:
         found["no turns"] = dataclasses.replace(chosen, turns=False, delta_first=False)

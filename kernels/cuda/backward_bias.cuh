@@ -65,8 +65,8 @@ __device__ __forceinline__ void add_pairs(float (&scores)[STEP_M / 2], int i, co
 // from all others and that is NaN would not be hidden. Their logsumexp is infinite, and they follow all others.
 __device__ __forceinline__ void hide_queries_past(float (&scores)[STEP_M / 2], uint32_t statistics) {
   const uint32_t logsumexp = statistics + 2 * BLOCK_M * 4;
-  const uint32_t last = logsumexp + 32 * (STEP_M / 8 - 1) + 8 * (3 - threadIdx.x % 4);  // of the part, so by whole warps
-  if (read_pair(last).y != INFINITY_F) return;
+  // The part's last one, which decides for whole warps.
+  if (read_pair(logsumexp + 32 * (STEP_M / 8 - 1) + 8 * (3 - threadIdx.x % 4)).y != INFINITY_F) return;
 #pragma unroll
   for (int i = 0; i < STEP_M / 2; i += 4) {
     const float2 high = read_pair(logsumexp + 8 * i);
