@@ -50,10 +50,9 @@ def candidates(case: cases.Case) -> dict[str, BackwardTile]:
     size, has_dropout = case.head_dim, case.dropout > 0.0
     chosen = specialisation(case).tile
     found = {"table": chosen}
-    if has_float_mask(case) and case.mask not in PER_KEY:
-        for rows, stages in ((64, 1), (32, 2), (16, 6)):
-            found[f"mask {rows}x{stages}"] = dataclasses.replace(chosen, mask_rows=rows, mask_stages=stages)
-    elif not has_dropout and not has_float_mask(case):
+    if has_float_mask(case):
+        return found  # all others lost; what they took is in kernels/cuda/NOTES.md
+    if not has_dropout:
         found["persistent"] = dataclasses.replace(chosen, persistent=True)
     if size > 64:
         found["no turns"] = dataclasses.replace(chosen, turns=False, delta_first=False)

@@ -409,13 +409,15 @@ def test_parameters_of_a_call_with_a_float_mask(cuda, monkeypatch, head_dim, own
     q_tiles, own_q_tiles = math.ceil(300 / block_m), math.ceil(shape[2] / block_m)
     (address,) = (ctypes.c_void_p * 1).from_address(cuda.launches[0][3])
     bits = masks.BitsParams.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(masks.BitsParams)))
-    assert bits.larger == bits.mask.lists + 4 * planes * 4 * (2 + q_tiles)
-    assert bits.contents == bits.larger + 4 * planes * 4 * own_q_tiles * block_m // 32
+    # A block for each tile, and one for each query tile, which has a byte of its own.
+    assert cuda.launches[0][0][0] == planes * (4 + 1) * own_q_tiles
+    assert bits.lowest_hides == bits.mask.lists + 4 * planes * 4 * (2 + q_tiles)
+    assert bits.contents == bits.lowest_hides + 4 * math.ceil(planes * own_q_tiles / 4)
     addresses, params = params_of(cuda, 3, 7)
     assert addresses[6] == 9 << 20
     # Of the mask's own rows and heads, as many as a tile has, or the one for all queries.
     assert tuple(made[-7][1]) == (*shape, 504)
-    assert made[-7][3] == (defines["MASK_ROWS"] if own[2] else 1)
+    assert made[-7][3] == (defines["STEP_M"] if own[2] else 1)
     assert (params.logsumexp, params.logsumexp_low) == (5 << 20, (5 << 20) + 4 * 5 * 4 * 300)
     assert (params.delta, params.logsumexp_pitch) == (11 << 20, 300)
     # Four statistics of a query.

@@ -47,8 +47,7 @@
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
 // tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES (2), KEYS_IN_REGISTERS, TURNS, DELTA_FIRST, PERSISTENT, FUSED,
-// UNSTAGED, DIRECT, IS_CAUSAL, MASKED, FLOAT_MASK, MASK_PER_KEY, MASK_ROWS, MASK_STAGES, DROPOUT, IS_BF16,
-// DETERMINISTIC.
+// UNSTAGED, DIRECT, IS_CAUSAL, MASKED, FLOAT_MASK, MASK_PER_KEY, DROPOUT, IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -82,9 +81,9 @@ constexpr int STAGE_MASK_BYTES = MASK_BYTES;
 constexpr int STAGE_MASK_BYTES = 0;
 #endif
 #if FLOAT_MASK
-constexpr int ALL_VALUES_BYTES = MASK_STAGES * VALUES_BYTES, VALUES_STAGES = MASK_STAGES;
+constexpr int ALL_VALUES_BYTES = VALUES_BYTES;
 #else
-constexpr int ALL_VALUES_BYTES = 0, VALUES_STAGES = 0;
+constexpr int ALL_VALUES_BYTES = 0;
 #endif
 
 // A block visits the tile on the diagonal last, whose 64 queries see none of its second 64 keys.
@@ -128,8 +127,8 @@ struct Shared {
   __device__ uint32_t grads_sent() const { return ds_full(2 * DS_STAGES + 2); }
   __device__ uint32_t work_full(int stage) const { return ds_full(2 * DS_STAGES + 3 + stage); }
   __device__ uint32_t work_empty(int stage) const { return work_full(2 + stage); }
-  __device__ uint32_t values_full(int stage) const { return work_empty(2 + stage); }
-  __device__ uint32_t values_empty(int stage) const { return values_full(VALUES_STAGES + stage); }
+  __device__ uint32_t values_full() const { return work_empty(2); }
+  __device__ uint32_t values_empty() const { return work_empty(3); }
   __device__ uint32_t grad_value() const { return PERSISTENT ? grad_scores : value; }
   __device__ uint32_t grad_key() const { return !PERSISTENT ? key : GRADS_IN_DS ? grad_scores + V_BYTES : staging; }
 };
@@ -308,9 +307,7 @@ struct Progress {
   uint32_t sent_phase = 1;   // the staging buffer is free at first
   uint32_t grads_phase = 1;  // and the places that gradients leave from
   uint32_t kv_phase = 0;
-#if FLOAT_MASK
-  Ring<MASK_STAGES> m;
-#endif
+  uint32_t values_phase = 0;
 };
 
 __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const TensorMap& grad_value_map,
@@ -456,7 +453,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       if (kind == BITS) keep_some(scores, read_word(mask_word), -INFINITY_F);
 #if FLOAT_MASK
       if (kind == VALUES) {
-        add_values(scores, shared, progress.m, warp_row, statistics, params.softmax_scale);
+        add_values(scores, shared, progress.values_phase, warp_row, statistics, params.softmax_scale);
         if (ends) mask_keys(scores, thread_key, 0, params.seqlen_k);
       }
 #endif
@@ -733,10 +730,8 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
       barrier_init(shared.staged(warpgroup), 4);
       barrier_init(shared.sent(warpgroup), 1);
     }
-    for (int stage = 0; stage < VALUES_STAGES; ++stage) {
-      barrier_init(shared.values_full(stage), 1);
-      barrier_init(shared.values_empty(stage), 4 * CONSUMERS);
-    }
+    barrier_init(shared.values_full(), 1);
+    barrier_init(shared.values_empty(), 4 * CONSUMERS);
     barrier_init(shared.kv_empty(), 4 * CONSUMERS);
     barrier_init(shared.grads_staged(), 4 * CONSUMERS);
     barrier_init(shared.grads_sent(), 1);

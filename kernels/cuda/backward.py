@@ -171,8 +171,6 @@ class Specialisation(NamedTuple):
             "MASKED": int(self.is_masked),
             "FLOAT_MASK": int(self.is_float_mask),
             "MASK_PER_KEY": int(self.mask_per_key),
-            "MASK_ROWS": tile.mask_rows if not self.mask_per_key else tile.step_m,
-            "MASK_STAGES": tile.mask_stages,
             "DROPOUT": int(self.has_dropout),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),
@@ -189,8 +187,8 @@ class Specialisation(NamedTuple):
             queries += tile.q_stages * tile.block_m * tile.block_n // 8
         if self.is_float_mask:
             queries += tile.q_stages * tile.block_m * 8
-            rows = 8 if self.mask_per_key else tile.mask_rows  # one, where the swizzle begins anew
-            queries += tile.mask_stages * rows * tile.block_n * 2
+            rows = 8 if self.mask_per_key else tile.step_m  # one, where the swizzle begins anew
+            queries += rows * tile.block_n * 2
         if self.has_dropout:
             queries += tile.q_stages * tile.block_m * 4 + tile.block_n * 8
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
@@ -404,7 +402,7 @@ def batches_at_a_time(query, key, mask, dropout_p: float) -> int:
     sums = 4 * heads * _round_up(seqlen_q, 128) * _round_up(head_dim, 16)
     in_memory = math.prod(size for size, stride in zip(mask.shape, mask.stride(), strict=True) if stride)
     if mask.dtype != torch.bool:
-        # Bits, rows and entries of lists are a seventh of its elements at most.
+        # Bits and entries of lists are a seventh of its elements at most.
         most = min((4 * batch * heads * seqlen_q * head_dim - in_memory // 7) // sums, batch)
         return math.ceil(batch / math.ceil(batch / most)) if most > 0 else 0
     repeated = 0 if heads == key.size(1) else 4 * key.size(2) * head_dim * heads * batch
@@ -534,7 +532,7 @@ class Plan:
                 self._mask = masks.QueryLists(makers, mask, scores_shape, tile)
             if is_float_mask:
                 own = mask[masks.unexpanded(masks.strides_of(mask, scores_shape))]
-                rows_at_once = 1 if mask_per_key else tile.mask_rows
+                rows_at_once = 1 if mask_per_key else tile.step_m
                 self._mask_map = driver.TensorMaps(
                     own.dtype, own.shape, own.stride(), rows_at_once, own.data_ptr(), index
                 )  # fmt: skip

@@ -19,7 +19,7 @@
 struct BitsParams {
   MaskParams mask;            // `lists`: [planes, k_tiles, 2 + q_tiles]
   uint32_t* bits;             // [planes, k_tiles, mask_q_tiles, MASK_WORDS], written for mixed tiles
-  uint32_t* larger;           // FLOAT_MASK: [planes, k_tiles, mask_q_tiles, BLOCK_M / 32], a bit for each row
+  uint8_t* lowest_hides;      // FLOAT_MASK: [planes, mask_q_tiles], whether the lowest number hides a score
   uint8_t* contents;          // [planes, k_tiles, mask_q_tiles]
   int mask_heads, mask_rows;  // the mask's own, 1 where it is broadcast
   int seqlen_k, k_tiles;
@@ -146,7 +146,8 @@ extern "C" __global__ void
     const int tile = first - lane, at = params.mask_q_tiles == 1 ? 0 : tile;
     const int content = tile >= 0 ? contents[at] : SOME_HIDDEN;
 #if FLOAT_MASK
-    const bool lowest_hides = content & SOME_LOWEST && rows_have_larger(params, number / params.k_tiles, at);
+    const int64_t plane = number / params.k_tiles;
+    const bool lowest_hides = content & SOME_LOWEST && params.lowest_hides[plane * params.mask_q_tiles + at];
     const int kind = kind_of(content, lowest_hides);
 #else
     const int kind = kind_of(content);

@@ -70,7 +70,7 @@ class BitsParams(ctypes.Structure):
     _fields_ = [
         ("mask", MaskParams),
         ("bits", ctypes.c_void_p),
-        ("larger", ctypes.c_void_p),  # of float masks
+        ("lowest_hides", ctypes.c_void_p),  # of float masks
         ("contents", ctypes.c_void_p),
         ("mask_heads", ctypes.c_int32),  # the mask's own, 1 where it is broadcast
         ("mask_rows", ctypes.c_int32),  # likewise
@@ -182,8 +182,8 @@ class QueryLists:
     numbers: what the main kernel must know of them beside their addresses, by the names of ``QueryMask``.
     """
 
-    __slots__ = ("_configs", "_contents_at", "_device", "_frames", "_functions", "_larger_at", "_lists_at",
-                 "_params", "_size", "numbers")  # fmt: skip
+    __slots__ = ("_configs", "_contents_at", "_device", "_frames", "_functions", "_lists_at",
+                 "_lowest_hides_at", "_params", "_size", "numbers")  # fmt: skip
 
     def __init__(
         self,
@@ -203,17 +203,19 @@ class QueryLists:
         q_tiles, k_tiles = math.ceil(seqlen_q / tile.block_m), math.ceil(seqlen_k / tile.block_n)
         mask_q_tiles = math.ceil(rows / tile.block_m)
         lists = batches * heads * k_tiles
-        if lists * mask_q_tiles > _MAX_BLOCKS:
-            raise KernelUnavailable(f"{lists * mask_q_tiles} tiles are more than 32 bits count")
+        tiles = lists * mask_q_tiles
+        # Of a float mask all rows of a query tile are looked at as well.
+        query_tiles = batches * heads * mask_q_tiles if mask.dtype != torch.bool else 0
+        if tiles + query_tiles > _MAX_BLOCKS:
+            raise KernelUnavailable(f"{tiles + query_tiles} tiles are more than 32 bits count")
         self._device = mask.device
         self._functions = functions
-        # One allocation of words: bits at its begin, which the copy engine reads by 16 bytes, lists, which rows have
-        # more than the lowest number, contents.
-        self._lists_at = lists * mask_q_tiles * (tile.block_m * tile.block_n // 32)
-        self._larger_at = self._lists_at + lists * (2 + q_tiles)
-        has_lowest = mask.dtype != torch.bool
-        self._contents_at = self._larger_at + has_lowest * lists * mask_q_tiles * (tile.block_m // 32)
-        self._size = self._contents_at + math.ceil(lists * mask_q_tiles / 4)
+        # One allocation of words: bits at its begin, which the copy engine reads by 16 bytes, lists, whether the lowest
+        # number hides, contents; the last two of bytes.
+        self._lists_at = tiles * (tile.block_m * tile.block_n // 32)
+        self._lowest_hides_at = self._lists_at + lists * (2 + q_tiles)
+        self._contents_at = self._lowest_hides_at + math.ceil(query_tiles / 4)
+        self._size = self._contents_at + math.ceil(tiles / 4)
         self.numbers = {
             "plane_stride_batch": heads if batches > 1 else 0,
             "plane_stride_head": 1 if heads > 1 else 0,
@@ -230,7 +232,7 @@ class QueryLists:
             mask=params, mask_heads=heads, mask_rows=rows, seqlen_k=seqlen_k, k_tiles=k_tiles, q_tiles=q_tiles,
             mask_q_tiles=mask_q_tiles, num_lists=lists,
         )  # fmt: skip
-        blocks = (lists * mask_q_tiles, math.ceil(lists / _LIST_WARPS))
+        blocks = (tiles + query_tiles, math.ceil(lists / _LIST_WARPS))
         self._configs = [
             driver.LaunchConfig((count, 1, 1), (threads, 1, 1), 0, None, None, 0)
             for count, threads in zip(blocks, (2 * tile.block_n, 32 * _LIST_WARPS), strict=True)
@@ -250,7 +252,7 @@ class QueryLists:
             frame = driver.Frame(self._configs, self._params)
         params = frame.params
         params.mask.mask, params.mask.lists = mask.data_ptr(), start + 4 * self._lists_at
-        params.bits, params.larger = start, start + 4 * self._larger_at
+        params.bits, params.lowest_hides = start, start + 4 * self._lowest_hides_at
         params.contents = start + 4 * self._contents_at
         for entry, function, config in zip(BIT_ENTRIES, self._functions, frame.configs, strict=True):
             launch_counts[entry] += 1

@@ -235,8 +235,6 @@ class BackwardTile:
 
     fused: one kernel prepares, computes and finishes, part by part.
 
-    mask_rows, mask_stages: queries of a tile of a float mask, and such tiles in flight.
-
     paired: two blocks load query and grad_out tiles once for both. Of the kernel for larger ones, with a head_dim above
     192, they share the query's gradient of the keys of both too, and do_stages does not count.
     """
@@ -254,8 +252,6 @@ class BackwardTile:
     fused: bool = False
     unstaged: bool = False
     paired: bool = False
-    mask_rows: int = 32
-    mask_stages: int = 3
     direct: bool = False
     skip_hidden: bool = False
 
@@ -313,7 +309,7 @@ def choose_backward_usual(
 
 
 def with_float_mask(tile: BackwardTile) -> BackwardTile:
-    """The same with room for a float mask: its tiles take the place of one of query's."""
+    """The same with room for a float mask: its tile takes the place of one of query's."""
     return replace(tile, q_stages=2, persistent=False)
 
 

@@ -109,6 +109,15 @@ def expected_kinds(mask: Tensor, block_m: int) -> Tensor:
     return torch.where(others | (low & ~lowest_hides), VALUES, kinds)
 
 
+def late_numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Lowest numbers, and what decides about them far into rows and tiles: a larger one at a row's end, or in none."""
+    mask = torch.full(shape, torch.finfo(dtype).min, device="cuda", dtype=dtype)
+    mask[..., -1] = 0.0
+    mask[:, :, 20] = torch.finfo(dtype).min
+    mask[:, :, 105:, :3] = 0.5
+    return mask
+
+
 @pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_lists_and_bits_are_what_the_mask_says(head_dim, dtype):
@@ -122,8 +131,11 @@ def test_lists_and_bits_are_what_the_mask_says(head_dim, dtype):
     for seqlen_q, seqlen_k, block in ((300, 1000, 64), (129, 1053, 128), (64, 17, 4), (500, 2000, 256)):
         call = simple_call(2, 3, seqlen_q, seqlen_k, head_dim, dtype=dtype)
         lse = torch.empty(2, *call.query.shape[:3], device="cuda")
-        for shape in ((2, 3, seqlen_q), (2, 1, 1)):
-            mask = in_rows_of_16_bytes(block_pattern((*shape, seqlen_k), dtype, seqlen_k, block=block, device="cuda"))
+        patterns = [
+            block_pattern((*shape, seqlen_k), dtype, seqlen_k, block=block, device="cuda")
+            for shape in ((2, 3, seqlen_q), (2, 1, 1))
+        ]
+        for mask in map(in_rows_of_16_bytes, [*patterns, late_numbers((2, 3, seqlen_q, seqlen_k), dtype)]):
             plan = backward.Plan(
                 call.query, call.key, call.value, call.query, lse, call.query, call.query, call.key, call.value,
                 False, 0.1, False, mask=mask,
@@ -261,7 +273,10 @@ def test_with_the_gradient_of_the_mask(check_gradients, head_dim, shape):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kind", ["-inf", "bias"])
 def test_nan_in_hidden_keys_and_values_does_not_leak(plugin, hopper, head_dim, kind):
-    """Columns that nobody sees beside others: only the query's gradient may be NaN, by 0 times a key."""
+    """Columns that nobody sees beside others: only the query's gradient may be NaN, by 0 times a key.
+
+    Also where the last query tile is not full, and the numbers of the queries that it lacks would hide nothing.
+    """
     for length in (320, 333):
         seen = pattern("random", length, length)
         seen[..., 5::7] = False
