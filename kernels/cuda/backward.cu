@@ -35,9 +35,7 @@
 // last.
 //
 // FUSED: the first and the last kernel are items of the main one's list (backward_items.cuh).
-// PAIRED: a cluster of two blocks has two tiles of keys that follow each other, and loads queries and grad_out once for
-// both: each loads half of the columns. Both visit the same query tiles; in a causal call, the second block sees
-// nothing of the last ones. UNSTAGED: consumers add their shares of grad_query from registers, without staging buffers.
+// UNSTAGED: consumers add their shares of grad_query from registers, without staging buffers.
 // DIRECT: they write those of the first queries, which see the first keys alone, to their place (backward.cuh).
 //
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of BLOCK_M rows, two of dS, all in boxes of 64
@@ -60,7 +58,6 @@ constexpr int PRODUCER_REGISTERS = MORE_FOR_PRODUCERS ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = MORE_FOR_PRODUCERS ? 232 : 240;
 static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
 static_assert(!PACKED || (!PERSISTENT && !IN_ORDER));
-static_assert(!PAIRED || (!PERSISTENT && !IN_ORDER && BOXES == 2 && HEAD_DIM_V > BOX_COLUMNS));
 static_assert(CONSUMERS == 2, "registers, and who takes turns");
 static_assert(DS_STAGES == 2, "one is read while the other is written");
 
@@ -554,8 +551,8 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       wgmma_wait<0>();
     }
     s.advance();
-    release_stage(shared.do_empty(d.stage));
-    release_stage(shared.q_empty(q.stage));
+    release(shared.do_empty(d.stage));
+    release(shared.q_empty(q.stage));
     d.advance();
     q.advance();
     if constexpr (MORE) {
@@ -589,8 +586,8 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       issue_grad_query(columns, source.stage, Flag<false>());
     }
     s.advance();
-    release_stage(shared.do_empty(d.stage));
-    release_stage(shared.q_empty(q.stage));
+    release(shared.do_empty(d.stage));
+    release(shared.q_empty(q.stage));
     d.advance();
     q.advance();
     if (BEFORE) {
@@ -695,12 +692,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   }
 }
 
-#if PAIRED
-#define CLUSTER_OF_BLOCKS __cluster_dims__(2, 1, 1)
-#else
-#define CLUSTER_OF_BLOCKS
-#endif
-extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
     const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap grad_out_map,
     const __grid_constant__ TensorMap grad_key_map, const __grid_constant__ TensorMap grad_value_map,
@@ -723,11 +715,11 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
     // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.
     for (int stage = 0; stage < Q_STAGES; ++stage) {
       barrier_init(shared.q_full(stage), 2 + MASKED);
-      barrier_init(shared.q_empty(stage), 4 * CONSUMERS * BLOCKS_OF_CLUSTER);
+      barrier_init(shared.q_empty(stage), 4 * CONSUMERS);
     }
     for (int stage = 0; stage < DO_STAGES; ++stage) {
       barrier_init(shared.do_full(stage), 1);
-      barrier_init(shared.do_empty(stage), 4 * CONSUMERS * BLOCKS_OF_CLUSTER);
+      barrier_init(shared.do_empty(stage), 4 * CONSUMERS);
     }
     for (int warpgroup = 0; warpgroup < CONSUMERS; ++warpgroup) {
       barrier_init(shared.staged(warpgroup), 4);
@@ -750,19 +742,13 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
     }
     barrier_init_fence();
   }
-  if (PAIRED)
-    cluster_sync();
-  else
-    __syncthreads();
+  __syncthreads();
   const int number = PERSISTENT ? 0 : block_number(shared.ticket, params);
   if (FUSED && !PERSISTENT) {
     const Item item = item_at(number, params);
-    if (item.kind != COMPUTE) {
-      const int warpgroup = uniform(threadIdx.x / 128) + rank_in_pair() * (CONSUMERS + 1);
-      do_item<BLOCKS_OF_CLUSTER*(CONSUMERS + 1)>(item, warpgroup, threadIdx.x == 0, params, [] { __syncthreads(); });
-      if (PAIRED) cluster_sync();  // the other block has read the ticket
-      return;
-    }
+    if (item.kind != COMPUTE)
+      return do_item<CONSUMERS + 1>(item, uniform(threadIdx.x / 128), threadIdx.x == 0, params,
+                                    [] { __syncthreads(); });
   }
   // The list of packed sequences has room for other lengths.
   if (PACKED && work_of(item_at(number, params), params).keys(params) == 0) return;
@@ -801,6 +787,4 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
                              [] { named_sync(ALL_CONSUMERS, 128 * CONSUMERS); });
         });
   }
-  // Nobody leaves while the other block may still arrive on barriers here.
-  if (PAIRED) cluster_sync();
 }

@@ -193,7 +193,7 @@ class Specialisation(NamedTuple):
             queries += tile.q_stages * tile.block_m * 4 + tile.block_n * 8
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
         # P on its way to the other warpgroup, or the query's gradient on its way to global memory; both are float32.
-        if tile.paired and self.is_wide:  # halves of grad_out, and the other block's keys and dS
+        if tile.paired:  # halves of grad_out, and the other block's keys and dS
             queries = tile.block_m * (tile.q_stages * (padded * 2 + 8) + 3 * padded_v)
             keys += tile.block_n * padded
             grads *= 2
@@ -550,7 +550,7 @@ class Plan:
             most = _most_slots(spec, batch * kv_heads)
             if most >= 3 * heads_per_group:  # with fewer, heads would wait for themselves
                 slots = most
-            if tile.paired and spec.is_wide:  # four groups: one prepares, one computes, one finishes, one has finished
+            if tile.paired:  # four groups: one prepares, one computes, one finishes, one has finished
                 slots = min(slots, 4 * heads_per_group)
         sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 32)
         semaphores_at = sums_at + slots * heads // kv_heads * q_tiles * tile.block_m * spec.head_dim

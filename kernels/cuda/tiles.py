@@ -237,8 +237,8 @@ class BackwardTile:
 
     mask_rows, mask_stages: queries of a tile of a float mask, and such tiles in flight.
 
-    paired: two blocks load query and grad_out tiles once for both. Of the kernel for larger ones, with a head_dim above
-    192, they share the query's gradient of the keys of both too, and do_stages does not count.
+    Of the kernel for larger ones, with a head_dim above 192: paired: two blocks share the query's gradient of the keys
+    of both, and load query and grad_out tiles once for both; do_stages does not count.
     """
 
     block_m: int
