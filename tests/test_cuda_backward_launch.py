@@ -129,11 +129,11 @@ def test_parameters_of_the_launches(cuda, head_dim, seqlen_q, deterministic):
 
 @pytest.mark.parametrize(
     ("head_dim", "persistent", "paired"),
-    [(64, False, False), (128, True, False), (128, False, True), (256, False, True)],
+    [(64, False, False), (64, True, False), (128, False, False), (256, False, True)],
 )
 def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, paired):
     chosen = tiles.choose_backward(head_dim, head_dim, True, 1400, False)
-    tile = dataclasses.replace(chosen, fused=True, paired=paired, persistent=persistent)
+    tile = dataclasses.replace(chosen, fused=True, paired=paired, persistent=persistent, direct=False)
     plain = tiles.choose_backward_usual(head_dim, head_dim, True, 1400, False)
     monkeypatch.setattr(tiles, "choose_backward", lambda *_: tile)
     listed = tensors(batch=8, head_dim=head_dim, seqlen_q=700)
@@ -222,15 +222,20 @@ def test_few_heads_have_three_kernels(cuda, monkeypatch):
 def test_the_table_of_dense_calls():
     def flags(head_dim, is_causal, rows, deterministic=False, head_dim_v=None):
         tile = tiles.choose_backward(head_dim, head_dim_v or head_dim, is_causal, rows, deterministic)
-        names = ("persistent", "fused", "unstaged", "paired", "direct", "skip_hidden")
-        return {name for name in names if getattr(tile, name)}
+        return {name for name in ("persistent", "fused", "unstaged", "paired", "direct") if getattr(tile, name)}
 
     assert flags(256, False, 1024) == flags(256, True, 4096) == {"fused", "paired"}
     assert flags(256, False, 1023) == flags(240, False, 1 << 20) == set() and flags(256, True, 4095) == {"direct"}
-    assert flags(128, True, 8191) == {"persistent", "direct", "skip_hidden"}
-    assert flags(128, True, 8192) == {"unstaged"}
-    assert flags(128, False, 4096) == {"fused"} and flags(128, False, 4095) == set()
-    assert flags(64, True, 2048) == flags(64, False, 3072) == flags(64, False, 8191) == {"persistent", "fused"}
+    assert flags(128, True, 8191) == {"persistent", "direct"} and flags(128, True, 8192) == {"unstaged"}
+    assert flags(128, False, 3072) == {"fused"} and flags(128, False, 3071) == {"persistent"}
+    assert flags(64, True, 512) == {"persistent", "direct"}
+    assert (
+        flags(64, True, 513)
+        == flags(64, True, 2048)
+        == flags(64, False, 3072)
+        == flags(64, False, 8191)
+        == {"persistent", "fused"}
+    )
     assert flags(64, True, 2049) == flags(64, True, 8191) == flags(64, False, 1536) == {"persistent"}
     assert flags(64, True, 8192) == flags(64, False, 8192) == flags(64, False, 3071) == set()
     for head_dim in (64, 128, 256):

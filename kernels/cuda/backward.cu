@@ -67,7 +67,7 @@ constexpr bool GRADS_IN_DS = V_BYTES + K_BYTES <= DS_STAGES * DS_BYTES;
 constexpr int PIECES_BYTES = UNSTAGED ? 0 : BLOCK_M * HEAD_DIM * 4;
 constexpr int STAGING_BYTES = PERSISTENT && !GRADS_IN_DS && PIECES_BYTES < K_BYTES ? K_BYTES : PIECES_BYTES;
 static_assert(!PERSISTENT || V_BYTES <= DS_STAGES * DS_BYTES);
-static_assert(!UNSTAGED || (!IN_ORDER && !MASKED && !PACKED));
+static_assert(!UNSTAGED || (!FUSED && !IN_ORDER && !MASKED && !PACKED));
 
 // Named barriers: of all consumers; of the turns, one for each warpgroup; and of each warpgroup alone.
 constexpr int ALL_CONSUMERS = 1, FIRST_TURN = 2, CLEARED = FIRST_TURN + CONSUMERS;
@@ -83,10 +83,6 @@ constexpr int ALL_VALUES_BYTES = MASK_STAGES * VALUES_BYTES, VALUES_STAGES = MAS
 #else
 constexpr int ALL_VALUES_BYTES = 0, VALUES_STAGES = 0;
 #endif
-
-// A block visits the tile on the diagonal last, whose 64 queries see none of its second 64 keys.
-constexpr bool LAST_HIDDEN = SKIP_HIDDEN && IS_CAUSAL && BLOCK_M == 64;
-static_assert(!SKIP_HIDDEN || (!MASKED && !DROPOUT && !PACKED));
 
 static_assert(Q_STAGES <= 4, "four words say of each stage what it holds");
 
@@ -287,12 +283,11 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
   }
 }
 
-// piece[64, PIECE_COLUMNS] = grad_scores[64 queries, KEYS] key[KEYS, PIECE_COLUMNS], the first KEYS of the tile
-template <int KEYS>
+// piece[64, PIECE_COLUMNS] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, PIECE_COLUMNS]
 __device__ __forceinline__ void grad_query_product(float (&piece)[PIECE_COLUMNS / 2], uint32_t grad_scores,
                                                    uint32_t key) {
 #pragma unroll
-  for (int k = 0; k < KEYS / 16; ++k)
+  for (int k = 0; k < BLOCK_N / 16; ++k)
     Wgmma<PIECE_COLUMNS>::ss_columns(piece, moved(grad_scores, column_group<BLOCK_M>(k)),
                                      moved(key, k * 16 * BOX_ROW_BYTES), k > 0);
 }
@@ -359,12 +354,11 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       grads[i + 1] = negative.y;
     }
   };
-  // This warpgroup's share of grad_query, from the dS in `stage`; `last`: of the last query tile.
-  const auto issue_grad_query = [&](float (&columns)[PIECE_COLUMNS / 2], int stage, auto last) {
-    constexpr int KEYS = decltype(last)::value && LAST_HIDDEN ? BLOCK_N / 2 : BLOCK_N;
+  // This warpgroup's share of grad_query, from the dS in `stage`.
+  const auto issue_grad_query = [&](float (&columns)[PIECE_COLUMNS / 2], int stage) {
     wgmma_fence();
-    grad_query_product<KEYS>(
-        columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0), key_columns);
+    grad_query_product(columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0),
+                       key_columns);
     wgmma_commit();
   };
   // Hands a share of grad_query to the storing warp.
@@ -545,7 +539,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     float columns[PIECE_COLUMNS / 2];
     if (BEFORE) {
       barrier_wait(shared.ds_full(source.stage), source.phase);
-      issue_grad_query(columns, source.stage, Flag<false>());
+      issue_grad_query(columns, source.stage);
       wgmma_wait<1>();  // the sums of keys and values
     } else {
       wgmma_wait<0>();
@@ -574,30 +568,6 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     }
   };
 
-  // The last tile, for the second warpgroup where LAST_HIDDEN: it only keeps up with the other one.
-  const auto pass = [&](int first_row, auto before) {
-    constexpr bool BEFORE = decltype(before)::value;
-    barrier_wait(shared.do_full(d.stage), d.phase);
-    release(shared.ds_full(s.stage));
-    const Ring<DS_STAGES> source = s.previous();
-    float columns[PIECE_COLUMNS / 2];
-    if (BEFORE) {
-      barrier_wait(shared.ds_full(source.stage), source.phase);
-      issue_grad_query(columns, source.stage, Flag<false>());
-    }
-    s.advance();
-    release(shared.do_empty(d.stage));
-    release(shared.q_empty(q.stage));
-    d.advance();
-    q.advance();
-    if (BEFORE) {
-      wgmma_wait<0>();
-      release(shared.ds_empty(source.stage));
-      send_columns(columns, first_row);
-    }
-    if (TURNS) named_sync(FIRST_TURN + warpgroup, 128 * CONSUMERS);
-  };
-
   int left = count_tiles(work, params);
   if (left > 0) {
     if (TURNS && warpgroup == 1) named_arrive(FIRST_TURN, 128 * CONSUMERS);  // the first turn is the other's
@@ -621,36 +591,24 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       first_row = first_row == end_row ? last_row : first_row - BLOCK_M;
     };
     if (left == 1) {
-      if (LAST_HIDDEN && warpgroup == 1)
-        pass(first_row, Flag<false>());
-      else
-        step(first_row, Flag<false>(), Flag<false>());
+      step(first_row, Flag<false>(), Flag<false>());
     } else {
       step(first_row, Flag<false>(), Flag<true>());
       advance();
 #pragma unroll 1
       for (; left > 1; advance()) step(first_row, Flag<true>(), Flag<true>());
-      if (LAST_HIDDEN && warpgroup == 1)
-        pass(first_row, Flag<true>());
-      else
-        step(first_row, Flag<true>(), Flag<false>());
+      step(first_row, Flag<true>(), Flag<false>());
     }
     const Ring<DS_STAGES> source = s.previous();
     float columns[PIECE_COLUMNS / 2];
     barrier_wait(shared.ds_full(source.stage), source.phase);
-    issue_grad_query(columns, source.stage, Flag<true>());
+    issue_grad_query(columns, source.stage);
     wgmma_wait<0>();
     release(shared.ds_empty(source.stage));
     if (PERSISTENT) release(shared.kv_empty());
     progress.kv_phase ^= 1;
     send_columns(columns, last_row);
   }
-  if (FUSED && UNSTAGED) {
-    published();
-    named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
-    if (threadIdx.x == 128) count_added(work, CONSUMERS, params);
-  }
-
   if (PERSISTENT) {
     barrier_wait(shared.grads_sent(), progress.grads_phase);  // where there was no step
     progress.grads_phase ^= 1;

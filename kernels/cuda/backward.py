@@ -164,7 +164,6 @@ class Specialisation(NamedTuple):
             "UNSTAGED": int(tile.unstaged),
             "PAIRED": int(tile.paired),
             "DIRECT": int(tile.direct),
-            "SKIP_HIDDEN": int(tile.skip_hidden),
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
             "FLOAT_MASK": int(self.is_float_mask),

@@ -49,11 +49,11 @@ FORMS = {
     "persistent fused": {"persistent": True, "fused": True},
     "fused": {"persistent": False, "fused": True},
     "unstaged or paired": {"persistent": False, "fused": False, "unstaged": True, "paired": True},
-    "direct": {"persistent": True, "fused": False, "direct": True, "skip_hidden": True},
+    "direct": {"persistent": True, "fused": False, "direct": True},
 }
 
 
-def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False, direct=False, skip_hidden=False):
+def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False, direct=False):
     """All calls in the default mode run this form of the kernels, as far as there is one, however few their heads."""
     from torch_flashbackend.kernels.cuda import backward, tiles
 
@@ -77,7 +77,6 @@ def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False,
             fused=fused,
             unstaged=unstaged and own and head_dim == 128,
             direct=direct and own and head_dim in (64, 128, 256) and is_causal and query_rows <= 4096,
-            skip_hidden=skip_hidden and own and head_dim == 128 and is_causal,
         )
 
     choose_usual.unchanged = usual
