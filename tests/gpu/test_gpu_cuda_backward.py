@@ -354,6 +354,25 @@ def test_deterministic_mode_repeats_bit_by_bit(hopper, note, shape, head_dim, is
         note(check(first, expect(call, grad_out), None, call.describe()))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_backwards_that_follow_at_once(hopper, note, form, head_dim):
+    """Kernels begin while those before end; if they did not wait, they would find other inputs' statistics and sums."""
+    calls = [simple_call(8, 8, 500, head_dim=head_dim, is_causal=True, seed=10 * n) for n in range(3)]
+    graphs = []
+    with hopper():
+        for call in calls:
+            leaves = call.leaves()
+            inputs = leaves.query, leaves.key, leaves.value
+            graphs.append((F.scaled_dot_product_attention(*inputs, is_causal=True), inputs, gradient_for(call)))
+        turns = [[torch.autograd.grad(*graph, retain_graph=True) for graph in graphs] for _ in range(10)]
+    for call, (_, _, grad_out), *results in zip(calls, graphs, *turns):
+        note(check(dict(zip(("query", "key", "value"), results[0])), expect(call, grad_out), None, call.describe()))
+        for grads in results[1:]:
+            for grad, first in zip(grads[1:], results[0][1:]):
+                assert torch.equal(grad, first)
+            torch.testing.assert_close(grads[0], results[0][0], rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, deterministic], ids=["default", "deterministic"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_launches_on_streams_at_once(hopper, form, head_dim, mode):
