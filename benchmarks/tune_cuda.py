@@ -73,17 +73,6 @@ def candidates(head_dim: int, deterministic: bool) -> list[BackwardTile]:
         listed.append(change(usual, persistent=True, direct=True))
     if 64 < head_dim <= 128:
         listed.append(change(usual, unstaged=True))
-        listed.append(change(fused, unstaged=True))
-        listed.append(change(usual, unstaged=True, paired=True))
-        listed.append(change(fused, unstaged=True, paired=True))
-        # Without staging there is room for more.
-        listed.append(change(usual, unstaged=True, q_stages=4, do_stages=3))
-        listed.append(change(usual, unstaged=True, paired=True, q_stages=4, do_stages=3))
-        listed.append(change(fused, unstaged=True, paired=True, q_stages=4, do_stages=3))
-        listed.append(change(fused, paired=True))
-        listed.append(change(usual, unstaged=True, skip_hidden=True))
-        listed.append(change(usual, persistent=True, skip_hidden=True))
-        listed.append(change(usual, persistent=True, skip_hidden=True, direct=True))
     return listed
 
 
@@ -117,11 +106,9 @@ class Problem(NamedTuple):
         rows = self.seqlen * self.group
         if self.head_dim > 128:
             return not tile.paired or rows >= 1024
-        if self.head_dim == 128 and tile.fused and (tile.persistent or (self.is_causal and not tile.unstaged)):
+        if self.head_dim == 128 and tile.fused and (tile.persistent or self.is_causal):
             return False  # slower at all lengths
-        if self.is_causal and tile.fused and tile.paired:
-            return False
-        return not tile.persistent if rows >= 8192 else rows >= 2048 or not (tile.unstaged or tile.paired)
+        return not tile.persistent if rows >= 8192 else rows >= 2048 or not tile.unstaged
 
     @property
     def name(self) -> str:
@@ -145,14 +132,14 @@ class Candidate:
     is_causal: bool
     deterministic: bool
     tile: BackwardTile
-    heads_per_group: int = 0  # key heads that take turns in a causal list, or what the launch chooses
+    one_by_one: bool = False  # the three kernels, none of which begins early
 
     @property
     def name(self) -> str:
         """With its problem's head_dim and mask."""
         mask, mode = "causal" if self.is_causal else "full", ", deterministic" if self.deterministic else ""
-        groups = f" groups_of_{self.heads_per_group}" * (self.heads_per_group > 0)
-        return f"D={self.head_dim} {mask}{mode} {name_of(self.tile)}{groups}"
+        launches = " one_by_one" * self.one_by_one
+        return f"D={self.head_dim} {mask}{mode} {name_of(self.tile)}{launches}"
 
     @property
     def specialisation(self) -> backward.Specialisation:
@@ -224,13 +211,10 @@ def with_forward(tensors: list[torch.Tensor], is_causal: bool) -> tuple[Any, ...
 def launcher(candidate: Candidate, arguments: tuple[Any, ...]) -> Callable[[], None]:
     """A function that runs the candidate's three kernels."""
     scale = arguments[0].size(3) ** -0.5
-    usual = backward._heads_per_group
-    if candidate.heads_per_group:
-        backward._heads_per_group = lambda key_heads, *_: min(candidate.heads_per_group, key_heads)
-    try:
-        plan = backward.Plan(*arguments, candidate.is_causal, scale, candidate.deterministic, candidate.tile)
-    finally:
-        backward._heads_per_group = usual
+    plan = backward.Plan(*arguments, candidate.is_causal, scale, candidate.deterministic, candidate.tile)
+    if candidate.one_by_one:
+        for config in plan._configs:
+            config.num_attributes = 0
     return functools.partial(plan, *arguments)
 
 
@@ -462,14 +446,13 @@ def main() -> None:
         for deterministic in (False, True)
         if ("deterministic" if deterministic else "default") in options.modes.split(",")
         for tile in candidates(head_dim, deterministic)
-        if is_causal or not (tile.direct or tile.skip_hidden)
+        if is_causal or not tile.direct
     ]
-    # The same in another order.
+    tables = [tiles.choose_backward(p.head_dim, p.head_dim, p.is_causal, p.seqlen * p.group, False) for p in problems]
     listed += [
-        dataclasses.replace(candidate, heads_per_group=heads)
+        dataclasses.replace(candidate, one_by_one=True)
         for candidate in listed
-        if candidate.is_causal and candidate.tile == tiles.choose_backward(128, 128, True, 1 << 20, False)
-        for heads in (2, 8)
+        if candidate.tile in tables and not candidate.tile.fused
     ]
     if options.problems:
         listed = [c for c in listed if any(p.suits(c) and p.tries(c.tile) for p in problems)]

@@ -75,11 +75,7 @@ def name_of(spec):
         + ["per_key"] * spec.mask_per_key
         + ["dropout"] * spec.has_dropout
         + ["deterministic"] * spec.deterministic
-        + [
-            flag
-            for flag in ("persistent", "unstaged", "fused", "paired", "direct", "skip_hidden")
-            if getattr(spec.tile, flag)
-        ]
+        + [flag for flag in ("persistent", "unstaged", "fused", "paired", "direct") if getattr(spec.tile, flag)]
         + ["packed"] * spec.is_packed
     )
     return "-".join([f"{spec.head_dim}-{spec.head_dim_v}", *kind, *flags])

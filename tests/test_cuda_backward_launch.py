@@ -30,7 +30,7 @@ CHOOSE_BACKWARD = tiles.choose_backward
 def cuda(monkeypatch):
     """A driver and a compiler that answer without doing anything; `launches`: what each launch was given."""
     fake = FakeDriver()
-    fake.compiled, fake.launches, fake.counted = [], [], []
+    fake.compiled, fake.launches, fake.counted, fake.early = [], [], [], []
     install_fake_driver(monkeypatch, fake)
     monkeypatch.setattr(forward, "_device", lambda index: ((9, 0), 10))
     monkeypatch.setattr(backward, "_plans", {})
@@ -41,6 +41,7 @@ def cuda(monkeypatch):
 
     def launch(config, function, arguments, index, stream):
         fake.launches.append((list(config.grid), list(config.block), config.shared_bytes, arguments.value))
+        fake.early.append(config.num_attributes)
 
     monkeypatch.setattr(nvrtc, "compile", compile)
     monkeypatch.setattr(driver, "launch", launch)
@@ -122,6 +123,8 @@ def test_parameters_of_the_launches(cuda, head_dim, seqlen_q, deterministic):
     assert params.counters == (4096 if deterministic or tile.persistent else None)
     defines = cuda.compiled[-1].defines
     assert (defines["HEAD_DIM"], defines["DETERMINISTIC"]) == (padded, deterministic)
+    # The first waits for whatever runs, the others only for the one before.
+    assert cuda.early == [0, 1, 1]
     # The other kernels have the same parameters as their only argument.
     for launch in (0, 2):
         (address,) = (ctypes.c_void_p * 1).from_address(cuda.launches[launch][3])
@@ -130,16 +133,17 @@ def test_parameters_of_the_launches(cuda, head_dim, seqlen_q, deterministic):
 
 @pytest.mark.parametrize(
     ("head_dim", "persistent", "paired"),
-    [(64, False, False), (128, True, False), (128, False, True), (256, False, True)],
+    [(64, False, False), (64, True, False), (128, False, False), (256, False, True)],
 )
 def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, paired):
     chosen = tiles.choose_backward(head_dim, head_dim, True, 1400, False)
-    tile = dataclasses.replace(chosen, fused=True, paired=paired, persistent=persistent)
+    tile = dataclasses.replace(chosen, fused=True, paired=paired, persistent=persistent, direct=False)
     plain = tiles.choose_backward_usual(head_dim, head_dim, True, 1400, False)
     monkeypatch.setattr(tiles, "choose_backward", lambda *_: tile)
     listed = tensors(batch=8, head_dim=head_dim, seqlen_q=700)
     run(listed)
     (launch,) = cuda.launches
+    assert cuda.early == [0]
     _, params = params_of(cuda, 0)
     cluster = 2 if paired else 1
     q_tiles, k_tiles = math.ceil(700 / tile.block_m), math.ceil(500 / (tile.block_n * cluster))
@@ -242,15 +246,20 @@ def test_small_calls_have_one_kernel(cuda, monkeypatch, is_causal, head_dim):
 def test_the_table_of_dense_calls():
     def flags(head_dim, is_causal, rows, deterministic=False, head_dim_v=None):
         tile = tiles.choose_backward(head_dim, head_dim_v or head_dim, is_causal, rows, deterministic)
-        names = ("persistent", "fused", "unstaged", "paired", "direct", "skip_hidden")
-        return {name for name in names if getattr(tile, name)}
+        return {name for name in ("persistent", "fused", "unstaged", "paired", "direct") if getattr(tile, name)}
 
     assert flags(256, False, 1024) == flags(256, True, 4096) == {"fused", "paired"}
     assert flags(256, False, 1023) == flags(240, False, 1 << 20) == set() and flags(256, True, 4095) == {"direct"}
-    assert flags(128, True, 8191) == {"persistent", "direct", "skip_hidden"}
-    assert flags(128, True, 8192) == {"unstaged"}
-    assert flags(128, False, 4096) == {"fused"} and flags(128, False, 4095) == set()
-    assert flags(64, True, 2048) == flags(64, False, 3072) == flags(64, False, 8191) == {"persistent", "fused"}
+    assert flags(128, True, 8191) == {"persistent", "direct"} and flags(128, True, 8192) == {"unstaged"}
+    assert flags(128, False, 3072) == {"fused"} and flags(128, False, 3071) == {"persistent"}
+    assert flags(64, True, 512) == {"persistent", "direct"}
+    assert (
+        flags(64, True, 513)
+        == flags(64, True, 2048)
+        == flags(64, False, 3072)
+        == flags(64, False, 8191)
+        == {"persistent", "fused"}
+    )
     assert flags(64, True, 2049) == flags(64, True, 8191) == flags(64, False, 1536) == {"persistent"}
     assert flags(64, True, 8192) == flags(64, False, 8192) == flags(64, False, 3071) == set()
     for head_dim in (64, 128, 256):

@@ -35,9 +35,7 @@
 // last.
 //
 // FUSED: the first and the last kernel are items of the main one's list (backward_items.cuh).
-// PAIRED: a cluster of two blocks has two tiles of keys that follow each other, and loads queries and grad_out once for
-// both: each loads half of the columns. Both visit the same query tiles; in a causal call, the second block sees
-// nothing of the last ones. UNSTAGED: consumers add their shares of grad_query from registers, without staging buffers.
+// UNSTAGED: consumers add their shares of grad_query from registers, without staging buffers.
 // DIRECT: they write those of the first queries, which see the first keys alone, to their place (backward.cuh).
 //
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of BLOCK_M rows, two of dS, all in boxes of 64
@@ -59,7 +57,6 @@ constexpr int PRODUCER_REGISTERS = MORE_FOR_PRODUCERS ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = MORE_FOR_PRODUCERS ? 232 : 240;
 static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
 static_assert(!PACKED || (!PERSISTENT && !IN_ORDER));
-static_assert(!PAIRED || (!PERSISTENT && !IN_ORDER && BOXES == 2 && HEAD_DIM_V > BOX_COLUMNS));
 static_assert(CONSUMERS == 2, "registers, and who takes turns");
 static_assert(DS_STAGES == 2, "one is read while the other is written");
 
@@ -69,7 +66,7 @@ constexpr bool GRADS_IN_DS = V_BYTES + K_BYTES <= DS_STAGES * DS_BYTES;
 constexpr int PIECES_BYTES = UNSTAGED ? 0 : BLOCK_M * HEAD_DIM * 4;
 constexpr int STAGING_BYTES = PERSISTENT && !GRADS_IN_DS && PIECES_BYTES < K_BYTES ? K_BYTES : PIECES_BYTES;
 static_assert(!PERSISTENT || V_BYTES <= DS_STAGES * DS_BYTES);
-static_assert(!UNSTAGED || (!IN_ORDER && !MASKED && !PACKED));
+static_assert(!UNSTAGED || (!FUSED && !IN_ORDER && !MASKED && !PACKED));
 
 // Named barriers: of all consumers; of the turns, one for each warpgroup; and of each warpgroup alone.
 constexpr int ALL_CONSUMERS = 1, FIRST_TURN = 2, CLEARED = FIRST_TURN + CONSUMERS;
@@ -85,10 +82,6 @@ constexpr int ALL_VALUES_BYTES = VALUES_BYTES;
 #else
 constexpr int ALL_VALUES_BYTES = 0;
 #endif
-
-// A block visits the tile on the diagonal last, whose 64 queries see none of its second 64 keys.
-constexpr bool LAST_HIDDEN = SKIP_HIDDEN && IS_CAUSAL && BLOCK_M == 64;
-static_assert(!SKIP_HIDDEN || (!MASKED && !DROPOUT && !PACKED));
 
 static_assert(Q_STAGES <= 4, "four words say of each stage what it holds");
 
@@ -289,12 +282,11 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
   }
 }
 
-// piece[64, PIECE_COLUMNS] = grad_scores[64 queries, KEYS] key[KEYS, PIECE_COLUMNS], the first KEYS of the tile
-template <int KEYS>
+// piece[64, PIECE_COLUMNS] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, PIECE_COLUMNS]
 __device__ __forceinline__ void grad_query_product(float (&piece)[PIECE_COLUMNS / 2], uint32_t grad_scores,
                                                    uint32_t key) {
 #pragma unroll
-  for (int k = 0; k < KEYS / 16; ++k)
+  for (int k = 0; k < BLOCK_N / 16; ++k)
     Wgmma<PIECE_COLUMNS>::ss_columns(piece, moved(grad_scores, column_group<BLOCK_M>(k)),
                                      moved(key, k * 16 * BOX_ROW_BYTES), k > 0);
 }
@@ -359,12 +351,11 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       grads[i + 1] = negative.y;
     }
   };
-  // This warpgroup's share of grad_query, from the dS in `stage`; `last`: of the last query tile.
-  const auto issue_grad_query = [&](float (&columns)[PIECE_COLUMNS / 2], int stage, auto last) {
-    constexpr int KEYS = decltype(last)::value && LAST_HIDDEN ? BLOCK_N / 2 : BLOCK_N;
+  // This warpgroup's share of grad_query, from the dS in `stage`.
+  const auto issue_grad_query = [&](float (&columns)[PIECE_COLUMNS / 2], int stage) {
     wgmma_fence();
-    grad_query_product<KEYS>(
-        columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0), key_columns);
+    grad_query_product(columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0),
+                       key_columns);
     wgmma_commit();
   };
   // Hands a share of grad_query to the storing warp.
@@ -545,14 +536,14 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     float columns[PIECE_COLUMNS / 2];
     if (BEFORE) {
       barrier_wait(shared.ds_full(source.stage), source.phase);
-      issue_grad_query(columns, source.stage, Flag<false>());
+      issue_grad_query(columns, source.stage);
       wgmma_wait<1>();  // the sums of keys and values
     } else {
       wgmma_wait<0>();
     }
     s.advance();
-    release_stage(shared.do_empty(d.stage));
-    release_stage(shared.q_empty(q.stage));
+    release(shared.do_empty(d.stage));
+    release(shared.q_empty(q.stage));
     d.advance();
     q.advance();
     if constexpr (MORE) {
@@ -572,30 +563,6 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       release(shared.ds_empty(source.stage));
       send_columns(columns, first_row);
     }
-  };
-
-  // The last tile, for the second warpgroup where LAST_HIDDEN: it only keeps up with the other one.
-  const auto pass = [&](int first_row, auto before) {
-    constexpr bool BEFORE = decltype(before)::value;
-    barrier_wait(shared.do_full(d.stage), d.phase);
-    release(shared.ds_full(s.stage));
-    const Ring<DS_STAGES> source = s.previous();
-    float columns[PIECE_COLUMNS / 2];
-    if (BEFORE) {
-      barrier_wait(shared.ds_full(source.stage), source.phase);
-      issue_grad_query(columns, source.stage, Flag<false>());
-    }
-    s.advance();
-    release_stage(shared.do_empty(d.stage));
-    release_stage(shared.q_empty(q.stage));
-    d.advance();
-    q.advance();
-    if (BEFORE) {
-      wgmma_wait<0>();
-      release(shared.ds_empty(source.stage));
-      send_columns(columns, first_row);
-    }
-    if (TURNS) named_sync(FIRST_TURN + warpgroup, 128 * CONSUMERS);
   };
 
   int left = count_tiles(work, params);
@@ -621,36 +588,24 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       first_row = first_row == end_row ? last_row : first_row - BLOCK_M;
     };
     if (left == 1) {
-      if (LAST_HIDDEN && warpgroup == 1)
-        pass(first_row, Flag<false>());
-      else
-        step(first_row, Flag<false>(), Flag<false>());
+      step(first_row, Flag<false>(), Flag<false>());
     } else {
       step(first_row, Flag<false>(), Flag<true>());
       advance();
 #pragma unroll 1
       for (; left > 1; advance()) step(first_row, Flag<true>(), Flag<true>());
-      if (LAST_HIDDEN && warpgroup == 1)
-        pass(first_row, Flag<true>());
-      else
-        step(first_row, Flag<true>(), Flag<false>());
+      step(first_row, Flag<true>(), Flag<false>());
     }
     const Ring<DS_STAGES> source = s.previous();
     float columns[PIECE_COLUMNS / 2];
     barrier_wait(shared.ds_full(source.stage), source.phase);
-    issue_grad_query(columns, source.stage, Flag<true>());
+    issue_grad_query(columns, source.stage);
     wgmma_wait<0>();
     release(shared.ds_empty(source.stage));
     if (PERSISTENT) release(shared.kv_empty());
     progress.kv_phase ^= 1;
     send_columns(columns, last_row);
   }
-  if (FUSED && UNSTAGED) {
-    published();
-    named_sync(ALL_CONSUMERS, 128 * CONSUMERS);
-    if (threadIdx.x == 128) count_added(work, CONSUMERS, params);
-  }
-
   if (PERSISTENT) {
     barrier_wait(shared.grads_sent(), progress.grads_phase);  // where there was no step
     progress.grads_phase ^= 1;
@@ -692,12 +647,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   }
 }
 
-#if PAIRED
-#define CLUSTER_OF_BLOCKS __cluster_dims__(2, 1, 1)
-#else
-#define CLUSTER_OF_BLOCKS
-#endif
-extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
     const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap grad_out_map,
     const __grid_constant__ TensorMap grad_key_map, const __grid_constant__ TensorMap grad_value_map,
@@ -720,11 +670,11 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
     // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.
     for (int stage = 0; stage < Q_STAGES; ++stage) {
       barrier_init(shared.q_full(stage), 2 + MASKED);
-      barrier_init(shared.q_empty(stage), 4 * CONSUMERS * BLOCKS_OF_CLUSTER);
+      barrier_init(shared.q_empty(stage), 4 * CONSUMERS);
     }
     for (int stage = 0; stage < DO_STAGES; ++stage) {
       barrier_init(shared.do_full(stage), 1);
-      barrier_init(shared.do_empty(stage), 4 * CONSUMERS * BLOCKS_OF_CLUSTER);
+      barrier_init(shared.do_empty(stage), 4 * CONSUMERS);
     }
     for (int warpgroup = 0; warpgroup < CONSUMERS; ++warpgroup) {
       barrier_init(shared.staged(warpgroup), 4);
@@ -745,19 +695,14 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
     }
     barrier_init_fence();
   }
-  if (PAIRED)
-    cluster_sync();
-  else
-    __syncthreads();
+  __syncthreads();
+  wait_until_all_prepared();
   const int number = PERSISTENT ? 0 : block_number(shared.ticket, params);
   if (FUSED && !PERSISTENT) {
     const Item item = item_at(number, params);
-    if (item.kind != COMPUTE) {
-      const int warpgroup = uniform(threadIdx.x / 128) + rank_in_pair() * (CONSUMERS + 1);
-      do_item<BLOCKS_OF_CLUSTER*(CONSUMERS + 1)>(item, warpgroup, threadIdx.x == 0, params, [] { __syncthreads(); });
-      if (PAIRED) cluster_sync();  // the other block has read the ticket
-      return;
-    }
+    if (item.kind != COMPUTE)
+      return do_item<CONSUMERS + 1>(item, uniform(threadIdx.x / 128), threadIdx.x == 0, params,
+                                    [] { __syncthreads(); });
   }
   // The list of packed sequences has room for other lengths.
   if (PACKED && work_of(item_at(number, params), params).keys(params) == 0) return;
@@ -778,6 +723,7 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
       for_each_item(
           number, params, shared, [&](const Work& work) { store_pieces(work, params, shared, warp - 1, phase); },
           [](const Item&) {});
+      store_wait_written();  // before this block counts as one that has ended
     }
     if (PERSISTENT && threadIdx.x == 96)
       exchange_keys(key_map, value_map, grad_key_map, grad_value_map, params, shared);
@@ -796,6 +742,4 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
                              [] { named_sync(ALL_CONSUMERS, 128 * CONSUMERS); });
         });
   }
-  // Nobody leaves while the other block may still arrive on barriers here.
-  if (PAIRED) cluster_sync();
 }

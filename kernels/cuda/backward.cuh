@@ -257,9 +257,7 @@ __device__ __forceinline__ void for_each_tile(const Work& work, const BackwardPa
   const int group = params.num_heads / params.num_kv_heads;
 #pragma unroll 1
   for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
-    // Once for each head, where the loading thread has no register for it.
-    const int heads = PAIRED ? opaque(params.num_heads) : params.num_heads;
-    const int first = (work.batch * heads + head) * params.q_tiles + work.first_tile();
+    const int first = (work.batch * params.num_heads + head) * params.q_tiles + work.first_tile();
 #if MASKED
     const int* list = query_list(work, head, params) + 1;
 #pragma unroll 1
@@ -345,31 +343,6 @@ __device__ __forceinline__ uint32_t kept_scores(uint32_t rows, const uint2& of_k
 #include "backward_bias.cuh"
 #endif
 
-// PAIRED: the blocks of a cluster load halves of a query or grad_out tile for both, once both have emptied the stage.
-// Loads BOXES boxes of a query or grad_out tile, from `first_column` on; PAIRED: this block's half of them.
-template <int BOXES>
-__device__ __forceinline__ void load_stage(const TensorMap& map, uint32_t destination, uint32_t barrier, int row,
-                                           int head, int batch, int first_column) {
-  if constexpr (PAIRED) {
-    constexpr int BYTES = BLOCK_M * BOX_ROW_BYTES;
-    barrier_arrive_expect(barrier, BOXES * BYTES);  // from both
-#pragma unroll
-    for (int i = 0; i < BOXES / 2; ++i) {
-      const int box = rank_in_pair() * (BOXES / 2) + i;
-      load_box_for_both(map, destination + box * BYTES, barrier, first_column + box * BOX_COLUMNS, row, head, batch);
-    }
-  } else {
-    load_rows<BLOCK_M, BOXES * BOX_COLUMNS>(map, destination, barrier, row, head, batch, first_column);
-  }
-}
-// Of such a stage, by a warp that has read it.
-__device__ __forceinline__ void release_stage(uint32_t barrier) {
-  if (threadIdx.x % 32 == 0) {
-    barrier_arrive(barrier);
-    if (PAIRED) barrier_arrive_remote(map_to_rank(barrier, rank_in_pair() ^ 1));
-  }
-}
-
 // The loading warp. Shared: where the kernel keeps its tiles and barriers.
 template <class Shared>
 __device__ __forceinline__ void produce(const TensorMap& query_map, const TensorMap& key_map,
@@ -391,8 +364,8 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
 #if DROPOUT
     write_word(shared.head(q.stage), work.batch * params.num_heads + head);
 #endif
-    load_stage<BOXES>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
-                      work.query_row() + tile * BLOCK_M, head, work.batch, 0);
+    load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
+                                 work.query_row() + tile * BLOCK_M, head, work.batch);
     load_bytes<STATISTICS_BYTES>(statistics_of(number, tile, params), shared.statistics + q.stage * STATISTICS_BYTES,
                                  shared.q_full(q.stage));
     q.advance();
@@ -401,9 +374,8 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
                                      work.kv_head, work.batch);
     first = false;
     barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
-    load_stage<ceil_div(HEAD_DIM_V, BOX_COLUMNS)>(grad_out_map, shared.grad_out + d.stage * DO_BYTES,
-                                                  shared.do_full(d.stage), work.query_row() + tile * BLOCK_M, head,
-                                                  work.batch, 0);
+    load_rows<BLOCK_M, HEAD_DIM_V>(grad_out_map, shared.grad_out + d.stage * DO_BYTES, shared.do_full(d.stage),
+                                   work.query_row() + tile * BLOCK_M, head, work.batch);
     d.advance();
   });
 }
@@ -556,6 +528,13 @@ extern "C" __global__ void
   write_dropout_keys(params);
 }
 #endif
+
+// The main kernel, between its barriers' initialisation and its work. All threads: each reads what others have written.
+__device__ __forceinline__ void wait_until_all_prepared() {
+  if (FUSED) return;
+  wait_for_earlier_launches();
+  let_the_next_begin();
+}
 
 // The statistics of a query tile, and zeros for its sums, by THREADS threads of which this is `thread`. Eight lanes
 // share a row.
@@ -713,6 +692,8 @@ __device__ __forceinline__ void finish_parts(int first, int end, int step, int s
 #include "backward_fused.cuh"
 
 #if !FUSED
+// Each of the three kernels lets the next one take what it leaves of the GPU once all of its blocks have begun; that
+// one waits for its end before it reads or writes anything of the call.
 // One block for each query tile of each head. The last heads come first, both times: L2 still holds what was written
 // last, and the main kernel begins with the first heads and ends with the last ones.
 __device__ __forceinline__ int tile_from_the_end() {
@@ -720,6 +701,7 @@ __device__ __forceinline__ int tile_from_the_end() {
 }
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_prepare(
     const __grid_constant__ BackwardParams params) {
+  let_the_next_begin();
   const QueryTile tile = query_tile_at(tile_from_the_end(), params);
   if (PACKED && (tile.seqlen_q == 0 || !tile.sees_keys)) return;
   prepare_tile<PREPARE_THREADS>(tile, 0, threadIdx.x, params);
@@ -727,6 +709,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
 }
 extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
     const __grid_constant__ BackwardParams params) {
+  wait_for_earlier_launches();
   const int tile = tile_from_the_end();
   if (PACKED && query_tile_at(tile, params).seqlen_q == 0) return;
   if (DIRECT && query_tile_at(tile, params).first_row < DIRECT_TILES * BLOCK_M) return;

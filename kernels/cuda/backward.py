@@ -166,7 +166,6 @@ class Specialisation(NamedTuple):
             "UNSTAGED": int(tile.unstaged),
             "PAIRED": int(tile.paired),
             "DIRECT": int(tile.direct),
-            "SKIP_HIDDEN": int(tile.skip_hidden),
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
             "FLOAT_MASK": int(self.is_float_mask),
@@ -193,7 +192,7 @@ class Specialisation(NamedTuple):
             queries += tile.q_stages * tile.block_m * 4 + tile.block_n * 8
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
         # P on its way to the other warpgroup, or the query's gradient on its way to global memory; both are float32.
-        if tile.paired and self.is_wide:  # halves of grad_out, and the other block's keys and dS
+        if tile.paired:  # halves of grad_out, and the other block's keys and dS
             queries = tile.block_m * (tile.q_stages * (padded * 2 + 8) + 3 * padded_v)
             keys += tile.block_n * padded
             grads *= 2
@@ -447,6 +446,7 @@ class Plan:
     """
 
     __slots__ = (
+        "_attributes",
         "_configs",
         "_counter_bytes",
         "_device_index",
@@ -562,7 +562,7 @@ class Plan:
             if most >= 3:  # with fewer than three groups, heads would wait for themselves
                 heads_per_group = min(heads_per_group, most // 3)
                 slots = most
-            if tile.paired and spec.is_wide:  # four groups: one prepares, one computes, one finishes, one has finished
+            if tile.paired:  # four groups: one prepares, one computes, one finishes, one has finished
                 slots = min(slots, 4 * heads_per_group)
         sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 32)
         semaphores_at = sums_at + slots * heads // kv_heads * q_tiles * tile.block_m * spec.head_dim
@@ -593,10 +593,13 @@ class Plan:
             kept=1.0 - dropout_p,
         )
         grid = min(blocks, num_sms) if tile.persistent else blocks
+        # The second and third kernel begin while the last blocks of the one before run, and wait for those.
+        self._attributes = driver.early_attributes()
+        early = ctypes.addressof(self._attributes), 0 if tile.fused else len(self._attributes)
         configs = {
             PREPARE: driver.LaunchConfig((all_q_tiles, 1, 1), (_PREPARE_THREADS, 1, 1), 0, None, None, 0),
-            MAIN: driver.LaunchConfig((grid, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
-            FINISH: driver.LaunchConfig((all_q_tiles, 1, 1), (128 * tile.num_warpgroups, 1, 1), 0, None, None, 0),
+            MAIN: driver.LaunchConfig((grid, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, *early),
+            FINISH: driver.LaunchConfig((all_q_tiles, 1, 1), (128 * tile.num_warpgroups, 1, 1), 0, None, *early),
         }
         self._configs = [configs[entry] for entry in spec.launched]
         self._counter_bytes = 0

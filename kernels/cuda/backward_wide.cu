@@ -82,6 +82,29 @@ __device__ __forceinline__ void release_together(uint32_t barrier) {
   __syncwarp();
   release(barrier);
 }
+// A stage of query or grad_out tiles.
+__device__ __forceinline__ void release_stage(uint32_t barrier) {
+  if (threadIdx.x % 32 == 0) {
+    barrier_arrive(barrier);
+    if (PAIRED) barrier_arrive_remote(map_to_rank(barrier, rank_in_pair() ^ 1));
+  }
+}
+// Loads BOXES boxes of a query or grad_out tile, from `first_column` on.
+template <int BOXES>
+__device__ __forceinline__ void load_stage(const TensorMap& map, uint32_t destination, uint32_t barrier, int row,
+                                           int head, int batch, int first_column) {
+  if constexpr (PAIRED) {
+    constexpr int BYTES = BLOCK_M * BOX_ROW_BYTES;
+    barrier_arrive_expect(barrier, BOXES * BYTES);  // from both
+#pragma unroll
+    for (int i = 0; i < BOXES / 2; ++i) {
+      const int box = rank_in_pair() * (BOXES / 2) + i;
+      load_box_for_both(map, destination + box * BYTES, barrier, first_column + box * BOX_COLUMNS, row, head, batch);
+    }
+  } else {
+    load_rows<BLOCK_M, BOXES * BOX_COLUMNS>(map, destination, barrier, row, head, batch, first_column);
+  }
+}
 // Where a thread puts its group of four probabilities, or finds that of its partner in the other warpgroup.
 __device__ __forceinline__ uint32_t handed_over(const Shared& shared, int group) {
   return shared.probabilities + group * 128 * 16 + threadIdx.x % 128 * 16;
@@ -486,6 +509,7 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
       __syncthreads();
   };
   meet();
+  wait_until_all_prepared();
   const Item item = item_at(block_number(shared.ticket, params), params);
   const int warpgroup = uniform(threadIdx.x / 128);
   if (FUSED && item.kind != COMPUTE) {

@@ -229,14 +229,12 @@ class BackwardTile:
     block for each multiprocessor, which does one tile of keys after the other. unstaged: consumers add their shares of
     the query's gradient from registers.
 
-    skip_hidden: the second warpgroup passes a tile on the diagonal that sees none of its keys.
-
     direct: the block of a causal call's first keys writes the gradients of the queries that see no others.
 
     fused: one kernel prepares, computes and finishes, part by part.
 
-    paired: two blocks load query and grad_out tiles once for both. Of the kernel for larger ones, with a head_dim above
-    192, they share the query's gradient of the keys of both too, and do_stages does not count.
+    Of the kernel for larger ones, with a head_dim above 192: paired: two blocks share the query's gradient of the keys
+    of both, and load query and grad_out tiles once for both; do_stages does not count.
     """
 
     block_m: int
@@ -253,7 +251,6 @@ class BackwardTile:
     unstaged: bool = False
     paired: bool = False
     direct: bool = False
-    skip_hidden: bool = False
 
     @property
     def num_warpgroups(self) -> int:
@@ -283,9 +280,12 @@ def choose_backward(
         return replace(usual, direct=is_causal)
     if head_dim == 128 and is_causal:
         is_short = query_rows < 8192
-        return replace(usual, persistent=is_short, direct=is_short, skip_hidden=is_short, unstaged=not is_short)
-    if head_dim == 128 and query_rows >= 4096:
-        return replace(usual, fused=True)
+        return replace(usual, persistent=is_short, direct=is_short, unstaged=not is_short)
+    if head_dim == 128:
+        is_short = query_rows < 3072
+        return replace(usual, persistent=is_short, fused=not is_short)
+    if head_dim == 64 and is_causal and query_rows <= 512:
+        return replace(usual, direct=True)
     if head_dim == 64 and query_rows < 8192:
         fused = query_rows <= 2048 if is_causal else query_rows >= 3072
         return replace(usual, fused=fused, persistent=usual.persistent or fused or is_causal)

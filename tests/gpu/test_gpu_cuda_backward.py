@@ -44,11 +44,11 @@ FORMS = {
     "persistent fused": {"persistent": True, "fused": True},
     "fused": {"persistent": False, "fused": True},
     "unstaged or paired": {"persistent": False, "fused": False, "unstaged": True, "paired": True},
-    "direct": {"persistent": True, "fused": False, "direct": True, "skip_hidden": True},
+    "direct": {"persistent": True, "fused": False, "direct": True},
 }
 
 
-def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False, direct=False, skip_hidden=False):
+def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False, direct=False):
     """All calls in the default mode run this form of the kernels, as far as there is one, however few their heads."""
     from torch_flashbackend.kernels.cuda import backward, tiles
 
@@ -72,7 +72,6 @@ def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False,
             fused=fused,
             unstaged=unstaged and own and head_dim == 128,
             direct=direct and own and head_dim in (64, 128, 256) and is_causal and query_rows <= 4096,
-            skip_hidden=skip_hidden and own and head_dim == 128 and is_causal,
         )
 
     choose_usual.unchanged = usual
@@ -343,6 +342,25 @@ def test_deterministic_mode_repeats_bit_by_bit(hopper, note, shape, head_dim, is
                 assert torch.equal(again[name], grad), (turn, name)
     if shape[0] * shape[1] * shape[2] * shape[3] < 10**8:
         note(check(first, expect(call, grad_out), None, call.describe()))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_backwards_that_follow_at_once(hopper, note, form, head_dim):
+    """Kernels begin while those before end; if they did not wait, they would find other inputs' statistics and sums."""
+    calls = [simple_call(8, 8, 500, head_dim=head_dim, is_causal=True, seed=10 * n) for n in range(3)]
+    graphs = []
+    with hopper():
+        for call in calls:
+            leaves = call.leaves()
+            inputs = leaves.query, leaves.key, leaves.value
+            graphs.append((F.scaled_dot_product_attention(*inputs, is_causal=True), inputs, gradient_for(call)))
+        turns = [[torch.autograd.grad(*graph, retain_graph=True) for graph in graphs] for _ in range(10)]
+    for call, (_, _, grad_out), *results in zip(calls, graphs, *turns):
+        note(check(dict(zip(("query", "key", "value"), results[0])), expect(call, grad_out), None, call.describe()))
+        for grads in results[1:]:
+            for grad, first in zip(grads[1:], results[0][1:]):
+                assert torch.equal(grad, first)
+            torch.testing.assert_close(grads[0], results[0][0], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, deterministic], ids=["default", "deterministic"])
