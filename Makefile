@@ -1,7 +1,8 @@
 # Everything runs in a private virtual environment that the first target sets up; later calls find it ready.
 #
 #   make demo              train a small GPT with stock attention, then with ours, and compare
-#   make test              all tests that this machine can run
+#   make test              all tests that this machine can run, of the slow ones a part in which everything occurs
+#   make test-all          the same without parts, and test-extended: an hour or more
 #   make lint / format     check files with ruff / let ruff rewrite them
 #   make typecheck         mypy on the plugin
 #   make gpu-test          the GPU tests alone
@@ -26,6 +27,8 @@ TRITON ?= triton==3.7.1
 NVRTC ?= nvidia-cuda-nvrtc==13.0.88
 EXTRAS ?= test,lint,bench,examples,transformers
 WORKERS ?= 2
+# A worker that has nothing left takes from the others.
+DISTRIBUTED = -n $(WORKERS) --dist worksteal
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
@@ -46,9 +49,11 @@ endif
 ifdef OFFLINE
   PIP_FLAGS := --no-deps --no-index
 endif
+# Byte code is left to the first import: of the thousands of files that torch and the others bring, few are ever read.
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-gpu test-interpreter test-extended gpu-test lint format typecheck bench clean
+.PHONY: help setup demo test test-all test-cpu test-gpu test-interpreter test-extended gpu-test lint format typecheck bench clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -59,14 +64,14 @@ $(STAMP): pyproject.toml Makefile
 ifndef NO_VENV
 	@echo "Setting up $(VENV) with $(TORCH): minutes the first time, nothing later"
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)" "setuptools>=77.0.3"
+	$(INSTALL) "$(TORCH)" "setuptools>=77.0.3"
 	@$(PY) -c "import sys, importlib.util as u; sys.exit(sys.platform == 'linux' and u.find_spec('triton') is None)" \
-	  || { set -x; $(PY) -m pip install --quiet --disable-pip-version-check "$(TRITON)"; }
+	  || { set -x; $(INSTALL) "$(TRITON)"; }
 	@$(PY) -c "import sys; from importlib.metadata import distributions as d; \
 	  sys.exit(sys.platform == 'linux' and not any(x.name.startswith('nvidia-cuda-nvrtc') for x in d()))" \
-	  || { set -x; $(PY) -m pip install --quiet --disable-pip-version-check "$(NVRTC)"; }
+	  || { set -x; $(INSTALL) "$(NVRTC)"; }
 endif
-	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-build-isolation --editable ".[$(EXTRAS)]"
+	$(INSTALL) $(PIP_FLAGS) --no-build-isolation --editable ".[$(EXTRAS)]"
 	@mkdir -p $(dir $(STAMP)) && touch $(STAMP)
 
 demo: $(STAMP)
@@ -74,9 +79,12 @@ demo: $(STAMP)
 
 test: test-cpu test-gpu test-interpreter
 
+test-all: export FLASHBACKEND_ALL_CASES = 1
+test-all: test test-extended
+
 # One thread in each worker: two workers with a thread pool each would only get in each other's way.
 test-cpu: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests --ignore=tests/gpu --ignore=tests/interpreter $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(DISTRIBUTED) tests --ignore=tests/gpu --ignore=tests/interpreter $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)
 	@if $(PY) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
@@ -85,7 +93,7 @@ test-gpu: $(STAMP)
 
 # Triton reads TRITON_INTERPRET when a kernel is decorated, so these tests need a process of their own.
 test-interpreter: $(STAMP)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) tests/interpreter $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest $(DISTRIBUTED) tests/interpreter $(PYTEST_ARGS)
 
 # What is too slow for every change: C++ compilers, many processes.
 test-extended: $(STAMP)

@@ -6,7 +6,7 @@
 
 How a number comes about: a CUDA graph holds one call for each of as many sets of tensors as exceed the L2 cache
 (KEPT_BYTES), so that no call finds its keys cached and no launch waits for the CPU, as in a model that generates text.
-Contenders' graphs are replayed in turn, in an order rotated from round to round; a time is the median replay divided by
+Contenders' graphs are replayed in turn, in another order each round; a time is the median replay divided by
 the number of calls. TB/s counts what has to be read and written once: queries, outputs, and of keys and values those
 that any query sees. `eager_us` is what a call costs a program without graphs (harness.Meter.eager_times).
 """
@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import cases, contenders, harness
 from benchmarks.cases import Case, Inputs, make_inputs
-from benchmarks.harness import Budget, Meter, Results, Run, rotations, significant
+from benchmarks.harness import Budget, Meter, Results, Run, significant, turns
 
 CONTENDERS = ("cuda", "triton", "default", "flash", "cudnn")
 KEPT_BYTES = 192 * 2**20
@@ -76,7 +76,7 @@ def replay_times(recorded: dict[str, Recorded], device: torch.device, rounds: in
     samples: dict[str, list[float]] = {name: [] for name in recorded}
     for item in recorded.values():
         item.run()
-    for order in rotations(list(recorded), rounds):
+    for order in turns(list(recorded), rounds):
         events = {}
         for name in order:
             if not cuda:

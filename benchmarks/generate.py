@@ -39,7 +39,7 @@ from torch.nn.attention import SDPBackend
 
 import torch_flashbackend
 from benchmarks import contenders, harness
-from benchmarks.harness import Budget, ClockLog, Results, rotations, say, significant
+from benchmarks.harness import Budget, ClockLog, Results, say, significant, turns
 from torch_flashbackend import ops
 
 CONTENDERS = ("default", "plugin", "math")
@@ -291,7 +291,7 @@ def measure(case: Case, generator: Generator, rounds: int, budget: Budget) -> di
         else:
             attempt(name, lambda name=name: begin(name))
     if not case.compiled:
-        for order in rotations([name for name in CONTENDERS if name in outcomes], rounds):
+        for order in turns([name for name in CONTENDERS if name in outcomes], rounds):
             for name in order:
                 if name not in refused:
                     attempt(name, lambda name=name: turn(name))

@@ -2,9 +2,10 @@
 
 Imported by attention.py, special.py and overhead.py. How a number comes about:
 
-* Contenders take turns. Each round runs every contender once, in an order rotated by one from round to round, so that
-  heat, power and clocks, which drift by several per cent within a run, hit all of them alike. A contender's time is
-  the median over all of its calls in all rounds (at least five rounds).
+* Contenders take turns. Each round runs every contender once, in another place and after another one than in the rounds
+  before (`turns`), so that heat, power and clocks, which drift by several per cent within a run and follow what ran
+  just before, hit all of them alike. A contender's time is the median over all of its calls in all rounds (at least
+  five rounds).
 * GPU time: CUDA events around each call. Before each call a buffer larger than the L2 cache is written, outside of
   the events, so that no call finds its inputs cached. A short spin kernel goes first and lets the CPU run ahead: the
   events then see the GPU's time alone, also where launching takes longer than computing.
@@ -25,6 +26,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -96,7 +98,7 @@ class Meter:
         """Median milliseconds of GPU time per call, L2 cold, by contender."""
         plans = {name: self._plan(run) for name, run in runs.items()}
         samples: dict[str, list[float]] = {name: [] for name in runs}
-        for order in rotations(list(runs), self.rounds):
+        for order in turns(list(runs), self.rounds):
             for name in order:
                 calls, spin_s = plans[name]
                 with runs[name].context():
@@ -112,7 +114,7 @@ class Meter:
                 self._wall(run.call, 3)
                 batches[name] = max(3, min(300, int(1.25 * self.round_ms * 1e-3 / self._wall(run.call, 3))))
         samples: dict[str, list[float]] = {name: [] for name in runs}
-        for order in rotations(list(runs), self.rounds):
+        for order in turns(list(runs), self.rounds):
             for name in order:
                 with runs[name].context(), collection_off():
                     self._wall(runs[name].call, 2)
@@ -146,7 +148,7 @@ class Meter:
             enqueue_s = (time.perf_counter() - start) / 2
             self.synchronize()
             total_s = (time.perf_counter() - start) / 2
-        calls = max(2, min(10, int(self.round_ms * 1e-3 / max(total_s, 1e-9))))
+        calls = max(3, min(10, int(self.round_ms * 1e-3 / max(total_s, 1e-9))))
         return calls, min(0.02, 1.5 * calls * (enqueue_s + 40e-6))
 
     def _timed_calls(self, call: Callable[[], Any], calls: int, spin_s: float) -> list[float]:
@@ -178,11 +180,19 @@ class Meter:
         return (time.perf_counter() - start) / calls
 
 
-def rotations(names: list[str], rounds: int) -> Iterator[list[str]]:
-    """The orders in which contenders take their turns, one per round, each rotated by one against the last."""
+def turns(names: list[str], rounds: int) -> Iterator[list[str]]:
+    """The orders in which contenders take their turns, one per round.
+
+    Steps through the contenders by one, then by two, and so on, around a circle of a prime number of places, of which
+    the last may be empty. With a prime number of contenders, each follows every other one once in that many rounds
+    less one. A turn shows what ran before it: on a GPU at its power limit a call after a hungry one gets a lower
+    clock, 4% of the time of long calls when the order was merely rotated.
+    """
+    places = next(n for n in itertools.count(max(len(names), 2)) if all(n % divisor for divisor in range(2, n)))
     for turn in range(rounds):
-        shift = turn % len(names)
-        yield names[shift:] + names[:shift]
+        step = 1 + turn % (places - 1)
+        circle = [(turn + step * place) % places for place in range(places)]
+        yield [names[place] for place in circle if place < len(names)]
 
 
 @contextlib.contextmanager

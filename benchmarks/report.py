@@ -26,8 +26,8 @@ NOTHING = (
     "`benchmarks/report.py` fills this section from it."
 )
 KINDS = (
-    "attention", "special", "overhead", "training", "generate", "encoder", "memory", "decode", "varlen",
-    "architectures",
+    "attention", "special", "overhead", "batch_invariance", "training", "generate", "encoder", "memory", "decode",
+    "varlen", "architectures",
 )  # fmt: skip
 PASSES = ("forward", "backward")
 PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms")
@@ -128,6 +128,8 @@ def _gpu_parts(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> l
         parts += _overhead(kinds["overhead"]["rows"])
         left_out = kinds["overhead"].get("not_measured") or []
         parts += [f"Not measured in this run: {', '.join(left_out)}."] if left_out else []
+    if "batch_invariance" in kinds:
+        parts += _batch_invariance(kinds["batch_invariance"]["rows"])
     if "training" in kinds:
         parts += _training(kinds["training"]["rows"])
     if "memory" in kinds:
@@ -367,6 +369,17 @@ def _memory_by_length(rows: list[dict[str, Any]]) -> list[str]:
         "D = 128, bfloat16). In brackets: computed from the largest length measured, growing with its square."
     )
     return [text, _table(["length", "with the plugin", "PyTorch", "PyTorch's math path"], body)]
+
+
+def _batch_invariance(rows: list[dict[str, Any]]) -> list[str]:
+    """What the same bits in every batch cost."""
+    body = [
+        [row["label"], *(f"{1e3 * row['gpu_ms'][name]:.4g}" for name in ("default", "plugin", "invariant")),
+         f"{row['cost']:.2f}"]
+        for row in rows
+    ]  # fmt: skip
+    text = "`set_batch_invariant(True)`: microseconds on the GPU, and ours with it over ours without."
+    return [text, _table(["forward", "PyTorch", "ours", "ours, batch-invariant", "cost"], body)]
 
 
 def _generate(rows: list[dict[str, Any]]) -> list[str]:

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import harness
-from benchmarks.harness import ROOT, ClockLog, Results, rotations, say, significant
+from benchmarks.harness import ROOT, ClockLog, Results, say, significant, turns
 
 SIDES = {"stock": {}, "plugin": {"TORCH_FLASHBACKEND": "1"}}
 MODES = ("eager", "compile")
@@ -293,7 +293,7 @@ def measure(mode: str, sides: dict[str, Side], arguments: argparse.Namespace, cl
             raise RuntimeError("the environment variable does not switch the plugin on: is the package installed?")
         measured = time.monotonic()
         rates: dict[str, list[float]] = {name: [] for name in SIDES}
-        for order in rotations(list(SIDES), arguments.rounds):
+        for order in turns(list(SIDES), arguments.rounds):
             for name in order:
                 seconds = sides[name].ask("steps", arguments.steps)["seconds"]
                 rates[name].append(arguments.steps * sizes["seqlen"] / seconds)

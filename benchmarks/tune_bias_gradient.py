@@ -10,19 +10,16 @@ named in `failed`. `tflops` counts two products.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import dataclasses
 import functools
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.harness import Meter, Results, Run, compile_all, environment
+from benchmarks import tuning
+from benchmarks.harness import Meter, Run, compile_all
 from torch_flashbackend import ops
 from torch_flashbackend.kernels.cuda import bias_gradient, tiles
 from torch_flashbackend.kernels.cuda.tiles import BiasTile
@@ -183,14 +180,7 @@ def compile_candidates(chosen: list[Shape]) -> None:
         for tile in candidates(shape)
     }  # fmt: skip
 
-    def compile_one(spec: bias_gradient.Specialisation) -> None:
-        try:
-            spec.compile()
-        except Exception as error:
-            print(f"{name_of(spec.tile)}: {str(error)[:200]}", flush=True)
-
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(compile_one, specs))
+    tuning.compile_in_threads(specs, lambda spec: name_of(spec.tile))
 
 
 def compile_triton(arguments: tuple[Shape, Any]) -> str | None:
@@ -208,11 +198,7 @@ def compile_triton(arguments: tuple[Shape, Any]) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="calls that have this in their label")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no further row is begun")
+    parser = tuning.parser(__doc__, rounds=5, budget_s=60.0, only="calls that have this in their label")
     options = parser.parse_args(argv)
     began = time.monotonic()
     chosen = [shape for shape in work() if options.only in shape.label]
@@ -220,20 +206,15 @@ def main(argv: list[str] | None = None) -> int:
     target = device_target(torch.device("cuda", 0))
     compile_all(compile_triton, [(shape, target) for shape in chosen])
     meter = Meter("cuda", options.rounds, round_ms=4.0)
-    results = Results(Path(options.out), "tune_bias_gradient", environment("cuda"), vars(options))
-    left = []
-    for shape in chosen:
-        if time.monotonic() - began > options.budget:
-            left.append(shape.label)
-            continue
+
+    def row_of(shape: Shape) -> tuple[dict[str, Any], str]:
         times, failed = measure(shape, meter)
         flops = 4 * shape.batch * shape.heads * shape.seqlen**2 * shape.head_dim
         tflops = {name: flops / ms * 1e-9 for name, ms in times.items() if not name.startswith("backward")}
-        results.add({"label": shape.label, "ms": times, "tflops": tflops, "failed": failed})
-        shown = "  ".join(f"{name} {ms:.3f}" for name, ms in sorted(times.items(), key=lambda item: item[1]))
-        print(f"{shape.label}: {shown}" + (f"  failed: {failed}" if failed else ""), flush=True)
-        torch.cuda.empty_cache()
-    results.finish(left)
+        row = {"label": shape.label, "ms": times, "tflops": tflops, "failed": failed}
+        return row, tuning.fastest_first(times, failed)
+
+    tuning.measure_rows("tune_bias_gradient", options, began, chosen, lambda shape: shape.label, row_of)
     return 0
 
 

@@ -10,20 +10,18 @@ Variants are compiled in parallel first. `active`: how many such clusters the GP
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import dataclasses
 import gc
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks import cases, contenders, decode
-from benchmarks.harness import Results, environment, significant
+from benchmarks import cases, contenders, decode, tuning
+from benchmarks.harness import significant
 from benchmarks.tune_decode import Recorded, sets_of
 from torch_flashbackend import driver, selection
 from torch_flashbackend.kernels.cuda import decode_tiles
@@ -128,11 +126,8 @@ def measure(case: cases.Case, variants: list[Chosen], buffer: torch.Tensor, roun
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", default="", help="cases whose label has one of these texts, separated by commas")
-    parser.add_argument("--budget", type=float, default=40.0, help="seconds of measuring after which no case is begun")
+    only = "cases whose label has one of these texts, separated by commas"
+    parser = tuning.parser(__doc__, rounds=9, budget_s=40.0, only=only)
     options = parser.parse_args(argv)
     work = chosen_cases(options.only)
     specs = list(dict.fromkeys(variant.specialisation for case in work for variant in variants_of(case)))
@@ -144,23 +139,18 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     largest = max(max(2, math.ceil(decode.KEPT_BYTES / case.bytes)) * case.bytes for case in work)
     buffer = torch.empty(int(largest) // 2, dtype=torch.bfloat16, device=device).normal_()
-    results = Results(Path(options.out), "tune_cuda_decode", environment("cuda"), vars(options))
-    left = []
-    gc.disable()
-    for case in work:
-        if time.monotonic() - began > options.budget:
-            left.append(case.label)
-            continue
+
+    def row_of(case: cases.Case) -> tuple[dict[str, Any], str]:
         variants = [variant for variant in variants_of(case) if variant.specialisation not in wrong]
         row = measure(case, variants, buffer, options.rounds)
-        results.add(row)
         best = row["variants"][:6]
         shown = "  ".join(f"{'*' if v['name'] == row['rule'] else ''}{v['name']} {v['us']}" for v in best)
         of_rule = next((v["us"] for v in row["variants"] if v["name"] == row["rule"]), None)
-        print(f"{row['label']}: default {row['default_us']} triton {row['triton_us']} rule {of_rule} | {shown}"
-              + (f"  failed: {row['failed']}" if row["failed"] else ""), flush=True)  # fmt: skip
-    print(f"measured in {time.monotonic() - began:.0f} s", flush=True)
-    results.finish(left)
+        return row, (f"default {row['default_us']} triton {row['triton_us']} rule {of_rule} | {shown}"
+                     + (f"  failed: {row['failed']}" if row["failed"] else ""))  # fmt: skip
+
+    gc.disable()
+    tuning.measure_rows("tune_cuda_decode", options, began, work, lambda case: case.label, row_of)
     return 0
 
 

@@ -11,21 +11,17 @@ instead.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import dataclasses
 import functools
-import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks import cases
-from benchmarks.harness import Meter, Results, Run, environment
+from benchmarks import cases, tuning
+from benchmarks.harness import Meter, Run
 from torch_flashbackend import driver, ops, reference
 from torch_flashbackend.kernels.cuda import forward, tiles
 from torch_flashbackend.kernels.cuda.tiles import Tile
@@ -165,48 +161,32 @@ def measure(case: cases.Case, meter: Meter) -> tuple[dict[str, float], dict[str,
 
 def compile_candidates(chosen: list[cases.Case]) -> None:
     """Fills the cache of binaries, several at a time; what does not compile shows later."""
-    specs = set()
+    specs = []
     for case in chosen:
         kind, size = kind_of(case), case.head_dim
         for tile in candidates(case):
             bias = (2, is_per_key(case)) if kind == "float" else (0, False)
-            specs.add(forward.Specialisation(
+            specs.append(forward.Specialisation(
                 size, size, case.causal, True, False, tile, kind != "dropout", *bias, kind == "dropout"))  # fmt: skip
 
-    def compile_one(spec: forward.Specialisation) -> None:
-        try:
-            spec.compile()
-        except Exception as error:
-            print(f"{name_of(spec.tile)}: {str(error)[:200]}", flush=True)
-
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(compile_one, specs))
+    tuning.compile_in_threads(specs, lambda spec: name_of(spec.tile))
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = tuning.parser(__doc__, rounds=7, budget_s=100.0, only="cases that have this in their label")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--only", default="", help="cases that have this in their label")
-    parser.add_argument("--budget", type=float, default=100.0, help="seconds after which no further row is begun")
     options = parser.parse_args(argv)
     began = time.monotonic()
     chosen = [case for case in work(options.kinds) if options.only in case.label]
     compile_candidates(chosen)
     meter = Meter("cuda", options.rounds, round_ms=4.0)
-    results = Results(Path(options.out), "tune_cuda_masks", environment("cuda"), vars(options))
-    left = []
-    for case in chosen:
-        if time.monotonic() - began > options.budget:
-            left.append(case.label)
-            continue
+
+    def row_of(case: cases.Case) -> tuple[dict[str, Any], str]:
         times, failed = measure(case, meter)
-        results.add({"case": case.to_json(), "label": case.label, "ms": times, "failed": failed})
-        shown = "  ".join(f"{name} {ms:.3f}" for name, ms in sorted(times.items(), key=lambda item: item[1]))
-        print(f"{case.label}: {shown}" + (f"  failed: {failed}" if failed else ""), flush=True)
-        torch.cuda.empty_cache()
-    results.finish(left)
+        row = {"case": case.to_json(), "label": case.label, "ms": times, "failed": failed}
+        return row, tuning.fastest_first(times, failed)
+
+    tuning.measure_rows("tune_cuda_masks", options, began, chosen, lambda case: case.label, row_of)
     return 0
 
 

@@ -10,16 +10,15 @@ random data; what does not compile or fails is named in `failed`. The most impor
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
+import functools
 import time
-from pathlib import Path
 
 import torch
 
-from benchmarks import cases
-from benchmarks.harness import Meter, Results, Run, compile_all, environment
+from benchmarks import cases, tuning
+from benchmarks.harness import Meter, Run, compile_all
 from torch_flashbackend.kernels.triton import attention as kernels
 from torch_flashbackend.kernels.triton import tiles
 from torch_flashbackend.kernels.triton.launch import device_target
@@ -163,12 +162,8 @@ def measure(meter: Meter, tensors: Tensors, kernel: str, variants: list[Variant]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
+    parser = tuning.parser(__doc__, rounds=5, budget_s=150.0, only="cases whose mask has this in its name")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="cases whose mask has this in its name")
-    parser.add_argument("--budget", type=float, default=150.0, help="seconds after which no further row is begun")
     options = parser.parse_args(argv)
     began = time.monotonic()
     on_gpu = options.device == "cuda"
@@ -178,23 +173,20 @@ def main(argv: list[str] | None = None) -> int:
         jobs = [(case, kernel, variant, target) for case, kernel, variants in work for variant in variants]
         compile_all(compile_one, jobs)
     meter = Meter(options.device, options.rounds if on_gpu else 1, round_ms=4.0)
-    results = Results(Path(options.out), "tune_masks", environment(options.device), vars(options))
-    left, tensors, made_for = [], None, None
-    for case, kernel, variants in work:
-        if time.monotonic() - began > options.budget:
-            left.append(f"{case.label} {kernel}")
-            continue
-        if made_for != case:
-            tensors = None
-            small = dataclasses.replace(case.smaller(), seqlen_q=80, seqlen_k=80, head_dim=16, head_dim_v=16,
-                                        dtype="float16")  # fmt: skip
-            tensors, made_for = Tensors(case if on_gpu else small, options.device), case
-        times, failed = measure(meter, tensors, kernel, variants)
+
+    @functools.lru_cache(maxsize=1)  # rows of one case follow each other
+    def tensors_of(case: cases.Case) -> Tensors:
+        small = dataclasses.replace(case.smaller(), seqlen_q=80, seqlen_k=80, head_dim=16, head_dim_v=16,
+                                    dtype="float16")  # fmt: skip
+        return Tensors(case if on_gpu else small, options.device)
+
+    def row_of(item: tuple[cases.Case, str, list[Variant]]) -> tuple[dict, str]:
+        case, kernel, variants = item
+        times, failed = measure(meter, tensors_of(case), kernel, variants)
         row = {"case": case.to_json(), "label": case.label, "kernel": kernel, "ms": times, "failed": failed}
-        results.add(row)
-        shown = "  ".join(f"{name} {ms:.3f}" for name, ms in sorted(times.items(), key=lambda item: item[1]))
-        print(f"{case.label} {kernel}: {shown}" + (f"  failed: {failed}" if failed else ""), flush=True)
-    results.finish(left)
+        return row, tuning.fastest_first(times, failed)
+
+    tuning.measure_rows("tune_masks", options, began, work, lambda item: f"{item[0].label} {item[1]}", row_of)
     return 0
 
 

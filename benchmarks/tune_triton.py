@@ -8,15 +8,14 @@ candidate in turn, on random data, medians; a candidate that does not fit or spi
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
-from benchmarks.harness import Results, compile_all, environment
+from benchmarks import tuning
+from benchmarks.harness import compile_all
 from torch_flashbackend.kernels.triton import attention as kernels
 from torch_flashbackend.kernels.triton import tiles
 from torch_flashbackend.kernels.triton.launch import device_target
@@ -231,24 +230,20 @@ def problems(only):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--only", default="half", choices=("half", "sizes", "mask", "single", "all"))
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no further problem is begun")
+    groups = ("half", "sizes", "mask", "single", "all")
+    parser = tuning.parser(__doc__, rounds=9, budget_s=300.0, only=f"one of {', '.join(groups)}")
+    parser.set_defaults(only="half")
     options = parser.parse_args()
-    began = time.time()
+    if options.only not in groups:
+        parser.error(f"--only is {options.only!r}; allowed: {', '.join(groups)}")
+    began = time.monotonic()
     listed = problems(options.only)
     target = device_target(torch.device("cuda", 0))
     work = [(problem, tile, target) for problem in listed for tile in problem.candidates()]
     compile_all(compile_one, work)
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
-    results = Results(Path(options.out), "tune_triton", environment("cuda"), vars(options))
-    not_measured = []
-    for problem in listed:
-        if time.time() - began > options.budget:
-            not_measured.append(problem.name)
-            continue
+
+    def row_of(problem):
         times, failed, flops = time_candidates(problem, options.rounds, flush)
         ranked = sorted(times.items(), key=lambda item: item[1])
         candidates = [
@@ -256,11 +251,11 @@ def main():
             for t, ms in ranked
         ]
         failures = {str(tile): message for tile, message in failed.items()}
+        shown = "  ".join(f"{c['tile']} {c['tflops']:.0f}" for c in candidates[:5])
         row = {"problem": problem.name, "candidates": candidates, "failed": failures}
-        shown = "  ".join(f"{c['tile']} {c['tflops']:.0f}" for c in row["candidates"][:5])
-        print(f"{problem.name}: {shown}" + (f"  failed: {len(failed)}" if failed else ""), flush=True)
-        results.add(row)
-    results.finish(not_measured)
+        return row, shown + (f"  failed: {len(failed)}" if failed else "")
+
+    tuning.measure_rows("tune_triton", options, began, listed, lambda problem: problem.name, row_of)
 
 
 if __name__ == "__main__":

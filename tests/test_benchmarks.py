@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import io
+import itertools
 import json
 import math
 import statistics
 import sys
+import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import (  # noqa: E402
+    batch_invariance,
     cases,
     decode,
     encoder,
@@ -32,6 +37,7 @@ from benchmarks import (  # noqa: E402
     report,
     special,
     training,
+    tuning,
     varlen,
 )
 
@@ -115,9 +121,19 @@ def test_the_best_of_pytorchs_kernels_is_the_measure():
 # -------------------------------------------------------------------------------------------------------------- harness
 
 
-def test_rotations_give_every_contender_every_place():
-    orders = list(harness.rotations(["a", "b", "c"], 3))
-    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+@pytest.mark.parametrize("count", [2, 3, 5, 7])
+def test_each_contender_follows_every_other_one_as_often(count):
+    orders = list(harness.turns(list("abcdefg"[:count]), count * (count - 1)))
+    assert all(sorted(order) == list("abcdefg"[:count]) for order in orders)
+    followed = collections.Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(followed) == count * (count - 1) and len(set(followed.values())) == 1
+
+
+@pytest.mark.parametrize("count", [1, 4, 6])
+def test_turns_of_any_number_of_contenders_are_all_of_them_in_changing_order(count):
+    orders = list(harness.turns(list("abcdef"[:count]), 5))
+    assert all(sorted(order) == list("abcdef"[:count]) for order in orders)
+    assert len({tuple(order) for order in orders}) >= min(count, 4)
 
 
 def test_aa_report_flags_more_than_a_per_cent():
@@ -216,6 +232,42 @@ def test_scripts_run_at_tiny_sizes_on_a_cpu(tmp_path, capsys, main, kind, argume
             default = {"default"} & set(row["ms"]["forward"])  # the plugin takes nothing on a CPU
             assert all(set(row["nested_us"][name]) == default for name in ("forward", "backward", "training"))
         assert any({"varlen", "packed_triton", "default", "dense"} <= set(row["ms"]["forward"]) for row in data["rows"])
+
+
+def test_tuners_stop_when_their_time_is_over(tmp_path, capsys):
+    """Rows that were measured stay, the others are named."""
+    began = time.monotonic()
+    options = tuning.parser("", rounds=1, budget_s=5.0, only="").parse_args(["--out", str(tmp_path / "tune.json")])
+
+    def measure(row: str) -> tuple[dict, str]:
+        assert row in ("first", "second"), "measured although the time is over"
+        if row == "second":
+            options.budget = -1.0
+        return {"label": row}, tuning.fastest_first({"slow": 2.0, "fast": 1.0}, {"wrong": "differs"})
+
+    options.device = "cpu"
+    tuning.measure_rows("tune_test", options, began, ["first", "second", "third"], str, measure)
+    written = json.loads((tmp_path / "tune.json").read_text())
+    assert [row["label"] for row in written["rows"]] == ["first", "second"]
+    assert written["not_measured"] == ["third"] and not written["complete"]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "first: fast 1.000  slow 2.000  failed: {'wrong': 'differs'}"
+    assert said[-1] == "not measured: third"
+
+
+def test_tuners_compile_each_binary_once_and_name_those_that_fail(capsys):
+    class Fake(NamedTuple):
+        name: str
+
+        def compile(self) -> None:
+            compiled.append(self.name)
+            if self.name == "wrong":
+                raise RuntimeError("no such instruction")
+
+    compiled: list[str] = []
+    tuning.compile_in_threads([Fake("right"), Fake("wrong"), Fake("right")], lambda fake: fake.name)
+    assert sorted(compiled) == ["right", "wrong"]
+    assert "wrong: no such instruction" in capsys.readouterr().out
 
 
 def test_what_decoding_chooses_is_near_the_best_that_was_measured():
@@ -416,6 +468,8 @@ def grid_results(folder: Path) -> None:
          "computed_bytes": {"math": 2**43}},
     ]  # fmt: skip
     results_file(folder / "nvidia_h200_memory.json", "memory", rows)
+    row = {"label": "decode: B8", "cost": 1.25, "gpu_ms": {"default": 0.02, "plugin": 0.01, "invariant": 0.0125}}
+    results_file(folder / "nvidia_h200_batch_invariance.json", "batch_invariance", [row])
     row = {"label": "dense: backward", "cpu_us": states, "our_kernels_ran": {"sdpa_backend('triton')": True}}
     results_file(folder / "nvidia_h200_overhead.json", "overhead", [row])
 
@@ -435,7 +489,16 @@ def test_report_fills_the_readme_and_check_sees_stale_text(tmp_path, capsys):
     assert "1.20 times PyTorch's default (worst 1.20), 0.97 times the best of its peers" in text
     assert "22.0*" in text and "forward 0.90 times PyTorch's" in text
     assert "| Llama, eager | 20,000 | 25,000 | 1.25 | 41.0 | 40.0 |" in text
+    assert "| decode: B8 | 20 | 10 | 12.5 | 1.25 |" in text
     assert "| S = 8,192 | 0.50 | 1.00 | 32.0 |" in text and "| S = 131,072 | 8.00 | 16.00 | (8,192) |" in text
+
+
+def test_what_batch_invariance_costs(tmp_path):
+    path = tmp_path / "results.json"
+    assert batch_invariance.main(["--device", "cpu", "--smoke", "--only", "prefill", "--out", str(path)]) == 0
+    row = json.loads(path.read_text())["rows"][0]
+    assert row["cost"] == pytest.approx(row["gpu_ms"]["invariant"] / row["gpu_ms"]["plugin"], rel=1e-3)
+    assert row["our_kernels"] == {"plugin": {}, "invariant": {}}  # on a CPU calls stay PyTorch's
 
 
 def test_results_of_some_cases_do_not_take_the_place_of_all():

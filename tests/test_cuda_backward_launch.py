@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import heapq
 import math
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ from hooked import sample
 from test_cuda_launch import OnDevice
 from test_nvrtc import FakeDriver, install_fake_driver
 
-from torch_flashbackend import driver, nvrtc, ops, precompile
+from torch_flashbackend import driver, nvrtc, ops, precompile, reference
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import backward, dropout, forward, masks, tiles
 from torch_flashbackend.plans import Recent
@@ -21,6 +23,7 @@ from torch_flashbackend.problem import Problem
 
 MEMORY = 1 << 30
 LISTS, TABLE = 1 << 29, 1 << 28  # of a mask, of dropout
+CHOOSE_BACKWARD = tiles.choose_backward
 
 
 @pytest.fixture
@@ -69,17 +72,19 @@ def tensors(
     return on_device
 
 
-def run(listed, is_causal=True, scale=0.25, deterministic=False, mask=None, dropout_p=0.0, seed=None):
+def run(
+    listed, is_causal=True, scale=0.25, deterministic=False, mask=None, dropout_p=0.0, seed=None, delta=None, made=None
+):  # fmt: skip
     query, key, value, out, lse, grad_out, grad_query, grad_key, grad_value = listed
     backward.backward(
         grad_out, query, key, value, out, lse, is_causal, scale, grad_query, grad_key, grad_value, deterministic, mask,
-        dropout_p, seed,
+        dropout_p, seed, delta, made,
     )  # fmt: skip
 
 
-def params_of(cuda, launch):
+def params_of(cuda, launch, num_maps=6):
     """(the addresses in the tensor maps of the main kernel, the parameters) of a launch."""
-    *maps, params = (ctypes.c_void_p * 7).from_address(cuda.launches[launch][3])
+    *maps, params = (ctypes.c_void_p * (num_maps + 1)).from_address(cuda.launches[launch][3])
     addresses = [ctypes.c_uint64.from_address(address).value for address in maps]
     size = ctypes.sizeof(backward.BackwardParams)
     return addresses, backward.BackwardParams.from_buffer_copy(ctypes.string_at(params, size))
@@ -124,7 +129,8 @@ def test_parameters_of_the_launches(cuda, head_dim, seqlen_q, deterministic):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "persistent", "paired"), [(64, False, False), (128, True, False), (256, False, True)]
+    ("head_dim", "persistent", "paired"),
+    [(64, False, False), (128, True, False), (128, False, True), (256, False, True)],
 )
 def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, paired):
     chosen = tiles.choose_backward(head_dim, head_dim, True, 1400, False)
@@ -144,7 +150,7 @@ def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, paire
     assert params.heads_per_group == max(1, 10 // (k_tiles * cluster))
     # Statistics and sums are the workspace, the sums of four groups of heads, or of as many as leave room for the
     # statistics: no more than the sums of all.
-    assert params.slots == (4 * params.heads_per_group if paired else 15)
+    assert params.slots == (4 * params.heads_per_group if head_dim == 256 else 15)
     assert params.statistics == MEMORY
     assert params.sums == MEMORY + 4 * 32 * q_tiles * tile.block_m * 2
     assert cuda.workspace == (params.sums - MEMORY) // 4 + 2 * params.slots * q_tiles * tile.block_m * head_dim
@@ -161,6 +167,48 @@ def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, paire
     ]
 
 
+def test_addresses_that_the_copy_engine_cannot_walk_are_refused_before_any_launch(cuda):
+    """A backward found again is compared with tensors of other addresses."""
+    listed = tensors()
+    run(listed)
+    plan = next(iter(backward._plans.values()))
+    repeat = backward.Repeat(plan, listed[6:], (True, True, True, False))
+    query, key, value, out, lse, grad_out = listed[:6]
+    cuda.launches.clear()
+    for index in (0, 1, 2, 3, 5):
+        moved = [OnDevice(t._tensor, t.data_ptr() + 8 * (index == n)) for n, t in enumerate(listed[:6])]
+        with pytest.raises(KernelUnavailable, match="multiples of 16"):
+            plan(*moved, *listed[6:])
+    with pytest.raises(KernelUnavailable):
+        repeat(grad_out, query, key, value, out, lse, torch.zeros(33, dtype=torch.bool)[1:])
+    assert not cuda.launches
+
+
+@pytest.mark.parametrize(("head_dim", "persistent"), [(64, True), (128, True), (256, False)])
+def test_first_queries_without_sums(cuda, monkeypatch, head_dim, persistent):
+    """Statistics and sums begin at one address: those of a head's first queries leave room."""
+    chosen = tiles.choose_backward(head_dim, head_dim, True, 700, False)
+    tile = dataclasses.replace(chosen, persistent=persistent, direct=True)
+    monkeypatch.setattr(tiles, "choose_backward", lambda *_: tile)
+    run(tensors(head_dim=head_dim, seqlen_q=700))
+    assert len(cuda.launches) == 3 and cuda.compiled[-1].defines["DIRECT"]
+    params = params_of(cuda, 1)[1]
+    head_floats = params.q_tiles * tile.block_m * head_dim
+    assert (params.statistics, params.sums, cuda.workspace) == (MEMORY, MEMORY, 8 * head_floats)
+    # The longest queries whose statistics find room.
+    for seqlen_q, launches in ((head_dim // 2 * tile.block_n, 3), (head_dim // 2 * tile.block_n + 1, 0)):
+        cuda.launches.clear()
+        with contextlib.nullcontext() if launches else pytest.raises(KernelUnavailable, match="room"):
+            run(tensors(head_dim=head_dim, seqlen_q=seqlen_q))
+        assert len(cuda.launches) == launches
+        assert 2 * seqlen_q * 4 <= tile.block_n * head_dim * 4 or not launches
+    # Without the query's gradient there is another kernel.
+    listed = tensors(head_dim=head_dim, seqlen_q=700)
+    listed[6] = None
+    run(listed)
+    assert not cuda.compiled[-1].defines["DIRECT"]
+
+
 def test_few_heads_have_three_kernels(cuda, monkeypatch):
     """Where the fused kernel's statistics would come on top of sums for all heads."""
     tile = dataclasses.replace(tiles.choose_backward(128, 128, False, 4096, False), fused=True)
@@ -172,14 +220,35 @@ def test_few_heads_have_three_kernels(cuda, monkeypatch):
         assert len(cuda.launches) == launches
 
 
+@pytest.mark.parametrize(("is_causal", "head_dim"), [(False, 64), (True, 64), (False, 128)])
+def test_small_calls_have_one_kernel(cuda, monkeypatch, is_causal, head_dim):
+    """They take as long as launching takes. Smaller groups of heads than otherwise leave room for the statistics."""
+    monkeypatch.setattr(tiles, "choose_backward", CHOOSE_BACKWARD)
+    monkeypatch.setattr(forward, "_device", lambda index: ((9, 0), 132))
+    sizes = {"head_dim": head_dim, "seqlen_q": 64, "seqlen_k": 64}
+    run(tensors(batch=1, heads=8, kv_heads=8, **sizes), is_causal=is_causal)
+    assert len(cuda.launches) == 1
+    _, params = params_of(cuda, 0)
+    assert (params.slots, params.heads_per_group, params.chunks) == (7, 2, 1)
+    block_m = cuda.compiled[-1].defines["BLOCK_M"]
+    assert cuda.workspace == (2 * 8 + 7 * head_dim) * block_m <= 8 * block_m * head_dim
+    for others in ({"heads": 3, "kv_heads": 3}, {"heads": 8, "kv_heads": 8, "seqlen_q": 257}, {"batch": 17}):
+        cuda.launches.clear()
+        run(tensors(**{"batch": 1, "kv_heads": 2, **sizes, **others}), is_causal=is_causal)
+        # Causal calls of 64 columns have one kernel where there are heads enough, too.
+        assert len(cuda.launches) == 3, others
+
+
 def test_the_table_of_dense_calls():
     def flags(head_dim, is_causal, rows, deterministic=False, head_dim_v=None):
         tile = tiles.choose_backward(head_dim, head_dim_v or head_dim, is_causal, rows, deterministic)
-        return {name for name in ("persistent", "fused", "unstaged", "paired") if getattr(tile, name)}
+        names = ("persistent", "fused", "unstaged", "paired", "direct", "skip_hidden")
+        return {name for name in names if getattr(tile, name)}
 
     assert flags(256, False, 1024) == flags(256, True, 4096) == {"fused", "paired"}
-    assert flags(256, False, 1023) == flags(256, True, 4095) == flags(240, False, 1 << 20) == set()
-    assert flags(128, True, 8191) == {"persistent"} and flags(128, True, 8192) == {"unstaged"}
+    assert flags(256, False, 1023) == flags(240, False, 1 << 20) == set() and flags(256, True, 4095) == {"direct"}
+    assert flags(128, True, 8191) == {"persistent", "direct", "skip_hidden"}
+    assert flags(128, True, 8192) == {"unstaged"}
     assert flags(128, False, 4096) == {"fused"} and flags(128, False, 4095) == set()
     assert flags(64, True, 2048) == flags(64, False, 3072) == flags(64, False, 8191) == {"persistent", "fused"}
     assert flags(64, True, 2049) == flags(64, True, 8191) == flags(64, False, 1536) == {"persistent"}
@@ -220,6 +289,25 @@ def test_causal_blocks_that_wait_for_one_another_are_of_many_heads(cuda, is_caus
     """The gradients of a head of this length fill L2 for themselves."""
     run(tensors(heads=4, kv_heads=4, seqlen_q=1 << 17, seqlen_k=1 << 17), is_causal, deterministic=deterministic)
     assert params_of(cuda, 1)[1].heads_per_group == heads
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("seqlen", [512, 1024, 2048, 8192, 16384])
+def test_causal_lists_leave_little_idle_at_their_end(seqlen, group):
+    """132 multiprocessors take the tiles of keys in the list's order, each a block whose time is that of its steps."""
+    k_tiles = seqlen // 128
+    for key_heads in range(math.ceil(4 * 132 / k_tiles), 80):
+        head_bytes = seqlen * group * 1024
+        heads_per_group = backward._heads_per_group(key_heads, head_bytes, k_tiles, True, False, False, 132)
+        assert 0 < heads_per_group <= key_heads
+        free = [0] * 132
+        for first in range(0, key_heads, heads_per_group):
+            heads = min(heads_per_group, key_heads - first)
+            for k_tile in range(k_tiles):
+                for _ in range(heads):
+                    heapq.heapreplace(free, free[0] + 2 * (k_tiles - k_tile) * group)
+        used = sum(free) / 132 / max(free)
+        assert used > 0.9, (key_heads, heads_per_group, used)
 
 
 def test_no_gradient_of_the_query_no_last_kernel(cuda):
@@ -279,6 +367,66 @@ def test_parameters_of_a_call_with_a_mask(cuda, monkeypatch, head_dim, determini
     assert params.mask.plane_stride_head == (1 if own[1] else 0)
 
 
+def test_calls_that_share_a_mask_share_its_lists(cuda, monkeypatch):
+    monkeypatch.setattr(masks, "_empty", lambda size, _: SimpleNamespace(data_ptr=lambda: LISTS, size=size))
+    mask = OnDevice(torch.empty(1, 1, 300, 500, dtype=torch.bool, device="meta"), 9 << 20)
+    made = []
+    for batch in (2, 1):
+        run(tensors(batch=batch), is_causal=False, mask=mask, made=made)
+    # Two kernels make them, three compute.
+    assert len(cuda.launches) == 5 + 3 and len(made) == 1
+    first, second = (params_of(cuda, launch)[1] for launch in (3, 6))
+    assert (first.mask.bits, first.mask.lists) == (second.mask.bits, second.mask.lists)
+    assert second.mask.bits == LISTS
+
+
+class Logsumexp(OnDevice):
+    """In two parts, each contiguous, of some batches of more."""
+
+    def __getitem__(self, index):
+        part = OnDevice(self._tensor[index], self._pointer)
+        part.is_contiguous = self._tensor[index].is_contiguous
+        return part
+
+
+@pytest.mark.parametrize("own", [(True, True, True), (False, True, True), (True, False, False), (False, False, False)])
+@pytest.mark.parametrize("head_dim", [72, 64, 128])
+def test_parameters_of_a_call_with_a_float_mask(cuda, monkeypatch, head_dim, own):
+    monkeypatch.setattr(masks, "_empty", lambda size, _: SimpleNamespace(data_ptr=lambda: LISTS, size=size))
+    made = []
+    of_maps = driver.TensorMaps
+    monkeypatch.setattr(driver, "TensorMaps", lambda *given: made.append(given) or of_maps(*given))
+    shape = [size if is_own else 1 for size, is_own in zip((2, 4, 300), own)]
+    mask = OnDevice(torch.empty(*shape, 504, dtype=torch.bfloat16, device="meta").expand(2, 4, 300, 504), 9 << 20)
+    listed = tensors(head_dim=head_dim, seqlen_k=504)
+    listed[4] = Logsumexp(torch.empty(2, 5, 4, 300, device="meta")[:, 1:3], 5 << 20)
+    delta = OnDevice(torch.empty(2, 4, 300, device="meta"), 11 << 20)
+    run(listed, is_causal=False, mask=mask, delta=delta)
+    defines = cuda.compiled[-1].defines
+    assert (defines["MASKED"], defines["FLOAT_MASK"], defines["PERSISTENT"]) == (1, 1, 0)
+    assert defines["MASK_PER_KEY"] == (not own[2])
+    block_m, planes = defines["BLOCK_M"], shape[0] * shape[1]
+    q_tiles, own_q_tiles = math.ceil(300 / block_m), math.ceil(shape[2] / block_m)
+    (address,) = (ctypes.c_void_p * 1).from_address(cuda.launches[0][3])
+    bits = masks.BitsParams.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(masks.BitsParams)))
+    assert bits.larger == bits.mask.lists + 4 * planes * 4 * (2 + q_tiles)
+    assert bits.contents == bits.larger + 4 * planes * 4 * own_q_tiles * block_m // 32
+    addresses, params = params_of(cuda, 3, 7)
+    assert addresses[6] == 9 << 20
+    # Of the mask's own rows and heads, as many as a tile has, or the one for all queries.
+    assert tuple(made[-7][1]) == (*shape, 504)
+    assert made[-7][3] == (defines["MASK_ROWS"] if own[2] else 1)
+    assert (params.logsumexp, params.logsumexp_low) == (5 << 20, (5 << 20) + 4 * 5 * 4 * 300)
+    assert (params.delta, params.logsumexp_pitch) == (11 << 20, 300)
+    # Four statistics of a query.
+    assert params.sums == MEMORY and params.statistics == listed[6].data_ptr()
+    listed[6] = None
+    run(listed, is_causal=False, mask=mask)
+    _, params = params_of(cuda, len(cuda.launches) - 1, 7)
+    assert params.delta is None
+    assert params.sums == MEMORY + 4 * 8 * q_tiles * 4 * block_m
+
+
 @pytest.mark.parametrize("dropout_p", [0.25, 1.0])
 def test_parameters_of_a_call_with_dropout(cuda, monkeypatch, dropout_p):
     monkeypatch.setattr(dropout, "_empty", lambda size, _: SimpleNamespace(data_ptr=lambda: TABLE, size=size))
@@ -302,6 +450,27 @@ def test_parameters_of_a_call_with_dropout(cuda, monkeypatch, dropout_p):
     assert params.softmax_scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
     # Three statistics of a query, beside the query's gradient, in which there is room for 32.
     assert params.statistics == listed[6].data_ptr()
+
+
+def test_float_masks_without_a_kernel(cuda):
+    bias = torch.empty(1, 1, 300, 504, dtype=torch.bfloat16, device="meta")
+    options = {"is_causal": False}
+    for mask, changed in (
+        (bias.float(), {}),  # not of query's type
+        (bias, {"deterministic": True}),
+        (bias, {"dropout_p": 0.5}),
+        (bias[..., :1], {}),
+        (bias.expand(1, 1, 300, 504)[..., :500].contiguous()[..., 1:], {}),
+        (bias, {"is_causal": True}),
+    ):
+        listed = tensors(head_dim=64, seqlen_k=mask.size(3) if mask.size(3) > 1 else 504)
+        listed[4] = Logsumexp(torch.empty(2, 2, 4, 300, device="meta"), 5 << 20)
+        with pytest.raises(KernelUnavailable):
+            run(listed, mask=OnDevice(mask, 9 << 20), **(options | changed))
+    listed = tensors(head_dim=64, seqlen_k=504)
+    with pytest.raises(KernelUnavailable, match="two parts"):
+        run(listed, mask=OnDevice(bias, 9 << 20), is_causal=False)
+    assert not cuda.launches and not cuda.compiled
 
 
 @pytest.mark.parametrize(
@@ -329,7 +498,11 @@ def test_strides_that_the_copy_engine_cannot_walk():
         ("triton", {}, "triton"),
         ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, "cuda"),
         ("cuda", {"attn_mask": torch.ones(5, 5, dtype=torch.bool)}, "cuda"),
-        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5)}, "triton"),
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 8)[..., :5]}, "cuda"),
+        ("cuda", {"attn_mask": torch.ones(5, 8)[:, :5]}, "cuda"),
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5)}, "triton"),  # rows do not begin at multiples of 16 bytes
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 8, dtype=torch.float16)[..., :5]}, "triton"),
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 8)[..., :5], "is_causal": True}, "triton"),
         ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool), "is_causal": True}, "triton"),
         ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool), "max_extras_head_dim": 8}, "triton"),
         ("cuda", {"dropout_p": 0.5}, "cuda"),
@@ -360,8 +533,10 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
     grad_out = torch.ones(()).expand_as(query)
     attn_mask, dropout_p = options.get("attn_mask"), options.get("dropout_p", 0.0)
     is_causal = options.get("is_causal", attn_mask is None)
+    is_float_mask = attn_mask is not None and attn_mask.dtype != torch.bool
+    logsumexp = torch.zeros(2, 1, 2, 5) if is_float_mask else torch.zeros(1, 2, 5)
     grads = ops._gradients_cuda(
-        grad_out, query, key, value, attn_mask, query.clone(), torch.zeros(1, 2, 5), None, dropout_p, is_causal, 0.25,
+        grad_out, query, key, value, attn_mask, query.clone(), logsumexp, None, dropout_p, is_causal, 0.25,
         (True, False, True, False), backend,
     )  # fmt: skip
     assert called == [ran]
@@ -395,6 +570,26 @@ def test_batches_at_a_time_take_no_more_memory_than_pytorchs_mask(shape, kv_head
     assert backward.batches_at_a_time(query, key, mask[:1].expand(mask_shape), dropout_p) <= expected
 
 
+@pytest.mark.parametrize(
+    ("shape", "mask_shape", "expected"),
+    [
+        ((4, 16, 4096, 128), (4, 1, 4096, 4096), 2),  # three, but two and two are as many launches
+        ((4, 16, 4096, 128), (1, 16, 4096, 4096), 2),
+        ((4, 16, 4096, 128), (1, 1, 1, 4096), 2),
+        ((1, 16, 4096, 128), (1, 1, 4096, 4096), 0),
+        ((32, 1, 4096, 128), (1, 1, 4096, 4096), 16),
+        ((4, 16, 4096, 16), (4, 16, 4096, 4096), 0),  # its bits alone
+    ],
+    ids=str,
+)
+def test_batches_with_a_float_mask_leave_room_for_its_bits(shape, mask_shape, expected):
+    query = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    mask = torch.empty(mask_shape, dtype=torch.bfloat16, device="meta")
+    assert backward.batches_at_a_time(query, query, mask, 0.0) == expected
+    sums = 4 * math.prod(shape[1:])
+    assert expected * sums + math.prod(mask_shape) // 8 <= shape[0] * sums or expected == 0
+
+
 def test_a_backward_in_parts_fills_all_of_the_gradients(monkeypatch):
     parts = []
 
@@ -415,3 +610,49 @@ def test_a_backward_in_parts_fills_all_of_the_gradients(monkeypatch):
     assert parts == [(2, (2, 1, 5, 5)), (1, (1, 1, 5, 5))]
     for grad in grads[:3]:
         assert (grad[:2] == 1.0).all() and (grad[2:] == 2.0).all()
+
+
+@pytest.mark.parametrize("own_heads", [False, True])
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 3), (1, 6), (3, 2)])
+def test_a_float_mask_in_parts_gives_what_it_gives_at_once(monkeypatch, batch, kv_heads, own_heads):
+    """Of a single batch some heads; delta for the mask's gradient is filled by parts too."""
+    sizes, lists = [], []
+
+    def fake(
+        grad_out, query, key, value, out, lse, is_causal, scale, grad_query, grad_key, grad_value, deterministic, mask,
+        dropout_p, seed, delta, made=None,
+    ):  # fmt: skip
+        sizes.append(query.shape[:2])
+        lists.append(made)
+        found = reference.attention_backward(
+            grad_out, query, key, value, mask, 0.0, is_causal, scale, None, out, lse
+        )  # fmt: skip
+        for grad, like in zip((grad_query, grad_key, grad_value), found):
+            grad.copy_(like)
+        delta.copy_((grad_out * out).sum(-1))
+
+    monkeypatch.setattr(backward, "backward", fake)
+    monkeypatch.setattr(backward, "batches_at_a_time", lambda *_: 2)
+    monkeypatch.setattr(ops, "_hopper_backward", lambda: backward)
+    deltas = []
+
+    def gradient_of_bias(delta):
+        deltas.append(delta)
+        return torch.zeros_like(mask)
+
+    monkeypatch.setattr(ops, "_bias_gradient", lambda *_: gradient_of_bias)
+    query, key, value = (sample(batch, heads, 8, 16, seed=heads).detach() for heads in (6, kv_heads, kv_heads))
+    query, key, value = (tensor.bfloat16() for tensor in (query, key, value))
+    mask = torch.randn(1, 6 if own_heads else 1, 8, 8).bfloat16()
+    out, logsumexp = ops._attention_forward_math(query, key, value, mask, None, 0.0, False, 0.25, "query")
+    grad_out = torch.randn_like(query)
+    arguments = grad_out, query, key, value, mask, out, logsumexp, None, 0.0, False, 0.25
+    *grads, _ = ops._gradients_cuda(*arguments, (True, True, True, True), "cuda")
+    assert sum(size[0] for size in sizes) == (batch if batch > 1 else kv_heads)
+    assert all(size[1] == (6 if batch > 1 else 6 // kv_heads) for size in sizes)
+    # Parts that have the same mask share its lists.
+    assert all((made is lists[0]) and (made is not None) for made in lists) == (batch > 1 or not own_heads)
+    whole = reference.attention_backward(grad_out, query, key, value, mask, 0.0, False, 0.25, None, out, logsumexp)
+    for grad, wanted in zip(grads, whole):
+        torch.testing.assert_close(grad, wanted)
+    torch.testing.assert_close(deltas, [(grad_out * out).sum(-1).float()])

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import re
 import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_cuda_kernels_compile import ALL, SHARED_MEMORY, disassembler, problems
+from test_cuda_kernels_compile import SHARED_MEMORY, problems
 from test_cuda_launch import OnDevice
 from test_nvrtc import FakeDriver, install_fake_driver
 
 from torch_flashbackend import driver, nvrtc, ops
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import bias_gradient, forward, tiles
+
+import machine_code
+from sampling import cover
 
 BFLOAT, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
 HEAD_DIMS = [*((size, size) for size in range(16, 257, 16)), (192, 128), (64, 128), (128, 64)]
@@ -26,15 +28,18 @@ NUM_SMS = 10
 
 
 def specialisations():
-    """Each head dimension with one of the combinations of types and parts of logsumexp, in turn."""
+    """Each head dimension and tile, and each combination of types and parts of logsumexp."""
     kinds = list(itertools.product((BFLOAT, HALF), (False, True), (True, False)))
-    found = []
-    for number, dims in enumerate(HEAD_DIMS):
-        for dtype, is_float32, has_low in kinds if ALL else (kinds[number % 8], kinds[(number + 3) % 8]):
-            found.append(bias_gradient.specialise(*dims, dtype, SINGLE if is_float32 else dtype, has_low))
-    for head_dim, bias_dtype in itertools.product((64, 128), (BFLOAT, SINGLE)):
-        found.append(bias_gradient.specialise(head_dim, head_dim, BFLOAT, bias_dtype, True))
-    return list(dict.fromkeys(found))
+    found = [
+        bias_gradient.specialise(*dims, dtype, SINGLE if is_float32 else dtype, has_low)
+        for dims, (dtype, is_float32, has_low) in itertools.product(HEAD_DIMS[::-1], kinds)
+    ]
+    return cover(
+        found,
+        lambda spec: (spec.head_dim, spec.head_dim_v),
+        lambda spec: spec.tile,
+        lambda spec: (spec.is_bf16, spec.bias_is_float32, spec.has_low),
+    )
 
 
 def name_of(spec):
@@ -44,19 +49,14 @@ def name_of(spec):
 
 @pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"no compiler: {nvrtc.unavailable()}")
 @pytest.mark.parametrize("spec", specialisations(), ids=name_of)
-def test_specialisation_has_no_spills_and_no_serialised_products(spec, tmp_path):
+def test_specialisation_has_no_spills_and_no_serialised_products(spec):
     binary = nvrtc.compile(spec.source)
     assert problems(binary.log) == []
     assert spec.shared_bytes <= SHARED_MEMORY
-    if disassembler() is None:
-        return
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(binary.cubin)
-    text = subprocess.run([disassembler(), str(cubin)], capture_output=True, text=True, check=True).stdout
-    assert all(name in text for name in ("HGMMA", "UTMALDG", "UTMASTG", "UTMAPF"))
-    changes = re.findall(r"USETMAXREG\.(DEALLOC|TRY_ALLOC)\S* (?:UP\d+, )?(0x[0-9a-f]+)", text)
-    held = {kind: int(count, 16) for kind, count in changes}
-    assert len(changes) == 2 and held["DEALLOC"] + 2 * held["TRY_ALLOC"] == 504, changes
+    code = machine_code.read(binary.cubin)
+    assert code.operations >= {"HGMMA", "UTMALDG", "UTMASTG", "UTMAPF"}
+    (released,), (claimed,) = code.released, code.claimed
+    assert released + 2 * claimed == 504, code
 
 
 def test_the_sample_has_every_combination_of_options():

@@ -1,73 +1,65 @@
 """The CUDA kernels, compiled for sm_90a by NVRTC: no GPU is needed to see spills, serialised products or a wrong pool.
 
-Each specialisation takes about two seconds of one core, so of the four combinations of dtype and logsumexp each head
-dimension gets one, in turn; FLASHBACKEND_ALL_SPECIALISATIONS=1 compiles all.
+Each specialisation takes more than a second of one core, so a part is compiled: every tile of every kind of call, every
+head dimension, every combination of options. FLASHBACKEND_ALL_CASES=1 compiles all.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import itertools
-import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from torch_flashbackend import nvrtc
 from torch_flashbackend.kernels.cuda import forward, tiles
 
+import machine_code
+from sampling import cover
+
 pytestmark = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"no compiler: {nvrtc.unavailable()}")
 
-ALL = bool(os.environ.get("FLASHBACKEND_ALL_SPECIALISATIONS"))
 HEAD_DIMS = [(size, size) for size in range(16, 257, 16)] + [(192, 128)]
 # Dense calls alone have tiles whose values are padded to multiples of 8: head_dim 72.
 DENSE_HEAD_DIMS = [*HEAD_DIMS, (80, 72)]
 SHARED_MEMORY = 227 << 10
 
 
-def specialisations():
+def every_specialisation():
     options = list(itertools.product((True, False), (True, False)))  # bfloat16 or float16, with logsumexp or without
     found = []
-    for is_causal in (False, True):
-        for number, (head_dim, head_dim_v) in enumerate(DENSE_HEAD_DIMS):
-            for tile in tiles.variants(head_dim, head_dim_v, is_causal):
-                for chosen in options if ALL else [options[(number + is_causal) % 4]]:
-                    columns = tile.value_columns(head_dim_v)
-                    found.append(forward.Specialisation(head_dim, columns, is_causal, *chosen, tile))
-    # With a mask: every other head dimension, since all that matters is the accumulator's size.
-    for number, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
-        if ALL or head_dim % 32 == 0:
-            for tile in tiles.masked_variants(head_dim, head_dim_v):
-                for chosen in options if ALL else [options[(number + 2) % 4]]:
-                    found.append(forward.Specialisation(head_dim, head_dim_v, False, *chosen, tile, is_masked=True))
-    # Packed sequences: the tiles of a causal and of a full call.
-    for number, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
-        if ALL or head_dim in (64, 128, 256):
-            for is_causal in (False, True):
-                for tile in tiles.packed_variants(head_dim, head_dim_v, is_causal):
-                    is_bf16 = bool((number + is_causal) % 2)
-                    found.append(
-                        forward.Specialisation(head_dim, head_dim_v, is_causal, is_bf16, True, tile, is_packed=True)
-                    )
-    # With a float mask: every kind of it at the common head dimensions, one in turn at the others.
-    for number, dims in enumerate(HEAD_DIMS):
-        for kind, (tile, size, per_key) in enumerate(tiles.biased_variants(*dims)):
-            if ALL or dims in ((64, 64), (128, 128)) or (dims[0] % 64 == 0 and kind == number // 4 % 4):
-                for chosen in options if ALL else [options[(number + kind) % 4]]:
-                    found.append(forward.Specialisation(*dims, False, *chosen, tile, True, size, per_key))
-    # With dropout, likewise.
-    for number, dims in enumerate(HEAD_DIMS):
-        if dims[0] > tiles.MAX_DROPOUT_HEAD_DIM:
-            continue
-        tile = tiles.choose_dropout(*dims)
-        if ALL or dims[0] % 32 == 0:
-            for chosen in options if ALL else [options[number % 4]]:
-                is_causal = number % 2 == 0
+    for is_causal, (head_dim, head_dim_v), chosen in itertools.product((False, True), DENSE_HEAD_DIMS, options):
+        for tile in tiles.variants(head_dim, head_dim_v, is_causal):
+            columns = tile.value_columns(head_dim_v)
+            found.append(forward.Specialisation(head_dim, columns, is_causal, *chosen, tile))
+    for dims, (is_bf16, write_lse) in itertools.product(HEAD_DIMS, options):
+        chosen = is_bf16, write_lse
+        for tile in tiles.masked_variants(*dims):
+            found.append(forward.Specialisation(*dims, False, *chosen, tile, is_masked=True))
+        for tile, size, per_key in tiles.biased_variants(*dims):
+            found.append(forward.Specialisation(*dims, False, *chosen, tile, True, size, per_key))
+        for is_causal in (False, True):
+            for tile in tiles.packed_variants(*dims, is_causal):  # always with the logsumexp
+                found.append(forward.Specialisation(*dims, is_causal, is_bf16, True, tile, is_packed=True))
+            if dims[0] <= tiles.MAX_DROPOUT_HEAD_DIM:
+                tile = tiles.choose_dropout(*dims)
                 found.append(forward.Specialisation(*dims, is_causal, *chosen, tile, has_dropout=True))
     return list(dict.fromkeys(found))
+
+
+def kind_of(spec):
+    """All that is not a size, a choice of every kind of call, or the tile."""
+    return spec._replace(head_dim=0, head_dim_v=0, is_causal=False, is_bf16=False, write_lse=False, tile=None)
+
+
+def specialisations():
+    """The largest head dimension of each tile, since it has the most in registers."""
+    return cover(
+        sorted(every_specialisation(), key=lambda spec: -spec.head_dim - spec.head_dim_v),
+        lambda spec: (spec.head_dim, spec.head_dim_v, spec.is_causal),
+        lambda spec: (kind_of(spec), spec.tile),
+        lambda spec: (kind_of(spec), spec.is_causal, spec.is_bf16, spec.write_lse),
+    )
 
 
 def name_of(spec):
@@ -81,14 +73,6 @@ def name_of(spec):
     return "-".join([size, *filter(None, kind), f"{spec.tile.block_m}x{spec.tile.block_n}"])
 
 
-@functools.cache
-def disassembler() -> Path | None:
-    """nvdisasm, as Triton brings it."""
-    spec = importlib.util.find_spec("triton")
-    path = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm" if spec and spec.origin else None
-    return path if path is not None and path.exists() else None
-
-
 def problems(log):
     """What ptxas and the front end have to say against a kernel."""
     found = re.findall(r".*(?:\(C75\d\d\)|Potential Performance Loss|warning|setmaxnreg).*", log)
@@ -98,7 +82,7 @@ def problems(log):
 
 
 @pytest.mark.parametrize("spec", specialisations(), ids=name_of)
-def test_specialisation_has_no_spills_and_no_serialised_products(spec, tmp_path):
+def test_specialisation_has_no_spills_and_no_serialised_products(spec):
     binary = nvrtc.compile(spec.source)
     assert problems(binary.log) == []
     assert spec.shared_bytes <= SHARED_MEMORY
@@ -107,22 +91,15 @@ def test_specialisation_has_no_spills_and_no_serialised_products(spec, tmp_path)
     warpgroups = spec.tile.num_threads // 128
     # 64K registers for all threads of the one block that a multiprocessor holds.
     assert registers * spec.tile.num_threads <= 65536
-    if disassembler() is None:
-        return
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(binary.cubin)
-    text = subprocess.run([disassembler(), str(cubin)], capture_output=True, text=True, check=True).stdout
-    assert "HGMMA" in text and "UTMALDG" in text
-    changes = re.findall(r"USETMAXREG\.(DEALLOC|TRY_ALLOC)\S* (?:UP\d+, )?(0x[0-9a-f]+)", text)
-    released = [int(count, 16) for kind, count in changes if kind == "DEALLOC"]
-    claimed = [int(count, 16) for kind, count in changes if kind == "TRY_ALLOC"]
-    if not changes:
+    code = machine_code.read(binary.cubin)
+    assert code.operations >= {"HGMMA", "UTMALDG"}
+    if "USETMAXREG" not in code.operations:
         return
     # More than the pool hangs; what is left of it is wasted. Consumers share one instruction or have one each.
-    consumers = claimed * (warpgroups - 1) if len(claimed) == 1 else claimed
-    assert len(released) == 1 and len(consumers) == warpgroups - 1, changes
-    pool, taken = registers * warpgroups, released[0] + sum(consumers)
-    assert pool - 8 * warpgroups < taken <= pool, f"{released} and {consumers} of {pool}"
+    consumers = code.claimed * (warpgroups - 1) if len(code.claimed) == 1 else code.claimed
+    assert len(code.released) == 1 and len(consumers) == warpgroups - 1, code
+    pool, taken = registers * warpgroups, code.released[0] + sum(consumers)
+    assert pool - 8 * warpgroups < taken <= pool, f"{code} of {pool}"
 
 
 def test_the_sample_has_every_dtype_and_output():

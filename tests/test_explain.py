@@ -56,7 +56,7 @@ query [2, 16, 4096, 600] bfloat16 on NVIDIA H200
 
 backend | takes it | why
 --------+----------+-----------------------------------------
-cuda    | no       | head_dim 600 with value head_dim 600 is not supported by the cuda backend (equal, 8 to 256; or 192 with 128)
+cuda    | no       | head_dim 600 with value head_dim 600 is not supported by the cuda backend (equal, 8 to 512; or 192 with 128)
 triton  | no       | head_dim 600 is not supported by the triton backend (largest: 512)
 math    | could    | not asked: torch_flashbackend.sdpa_backend("math") does
 stock   | yes      | takes every call

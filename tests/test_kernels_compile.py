@@ -1,5 +1,6 @@
 """Every Triton kernel compiled ahead of time for every kind of GPU, with none in the machine, and the table of tiles.
 
+FLASHBACKEND_ALL_CASES=1 compiles every row of the table and more combinations of calls and GPUs; `make test` a part.
 A warm Triton cache (TRITON_CACHE_DIR, ~/.triton) makes this a matter of seconds.
 """
 
@@ -17,7 +18,9 @@ pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget
 
-from torch_flashbackend.kernels.triton import attention, tiles
+from torch_flashbackend.kernels.triton import attention, stored_plan, tiles
+
+from sampling import cover
 
 TARGETS = {f"sm_{capability}": GPUTarget("cuda", capability, 32) for capability in (80, 86, 89, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
@@ -76,11 +79,26 @@ def every_row() -> list[Any]:
     return found
 
 
+def some_rows() -> list[Any]:
+    """Each tile of a family, at the largest head_dim that uses it; each target with every kernel."""
+
+    def tile_of(row):
+        family = family_of(TARGETS[row[0]])
+        return family, tiles.choose(row[1], family, *row[2:], "masked")
+
+    return cover(
+        sorted(every_row(), key=lambda row: -row[3]),
+        tile_of,
+        lambda row: row[:2],
+        lambda row: (family_of(TARGETS[row[0]]), *row[2:]),
+    )
+
+
 def dtypes_of(itemsize: int, number: int) -> torch.dtype:
     return torch.float32 if itemsize == 4 else (torch.bfloat16, torch.float16)[number % 2]
 
 
-@pytest.mark.parametrize(("name", "kernel", "itemsize", "head_dim"), every_row())
+@pytest.mark.parametrize(("name", "kernel", "itemsize", "head_dim"), some_rows())
 def test_tiles_fit_shared_memory(name, kernel, itemsize, head_dim):
     """With a float32 mask, which is the call that needs the most of it."""
     dtype = dtypes_of(itemsize, tiles.KERNELS.index(kernel))
@@ -102,7 +120,8 @@ def rows_of_other_kinds() -> list[Any]:
                 for kind in dict.fromkeys(kinds):
                     used = rows.get(f"{kernel} {kind}", rows[kernel])
                     found += [(name, kernel, kind, itemsize, head_dim) for head_dim in used]
-    return found
+    # Each kind of row, at its largest head_dim.
+    return cover(sorted(found, key=lambda row: -row[4]), lambda row: row[:4])
 
 
 @pytest.mark.parametrize(("name", "kernel", "kind", "itemsize", "head_dim"), rows_of_other_kinds())
@@ -115,11 +134,27 @@ def test_tiles_of_calls_without_a_mask_fit_shared_memory(name, kernel, kind, ite
 
 @pytest.mark.parametrize("name", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("kernel", ["forward", "wide_key", "wide_value"])
-def test_halves_of_wide_heads_fit_shared_memory(name, kernel):
+def test_halves_of_wide_heads_fit_shared_memory(monkeypatch, name, kernel):
     """Above a head_dim of 256 two programs share the columns of a tile, where no mask and no dropout is."""
+    monkeypatch.setattr(stored_plan, "SHARE_OF_QUERY", 0)
     result = compiled(TARGETS[name], kernel, head_dim=512, is_causal=kernel == "forward")
     check(result, TARGETS[name])
     assert TENSOR_CORES.search(assembly(result))
+
+
+@pytest.mark.parametrize("name", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("kernel", ["stored_scores", "stored_query", "stored_key"])
+@pytest.mark.parametrize("heads", [2, 64])
+def test_products_of_stored_probabilities_fit_shared_memory(name, kernel, heads):
+    """Above a head_dim of 256, where the probabilities of a few heads may be in memory; larger tiles of many heads."""
+    query = torch.empty(1, heads, 600, 512, dtype=torch.bfloat16, device="meta")
+    found = attention.compile_for(TARGETS[name], query, query, query, is_causal=heads == 2, only=f"attention_{kernel}")
+    result = found[f"attention_{kernel}"]
+    check(result, TARGETS[name])
+    assert TENSOR_CORES.search(assembly(result))
+    if name == "sm_90":
+        columns = 128 if heads == 2 or kernel == "stored_scores" else 256
+        assert f"wgmma.mma_async.sync.aligned.m64n{columns}k16" in assembly(result)
 
 
 # --------------------------------------------------------------------------------------------------- kinds of arguments
@@ -140,14 +175,13 @@ WITHOUT_MASK = [name for name, options in VARIANTS.items() if "mask" not in opti
 
 
 def some_variants() -> list[Any]:
-    """Every variant with every target and with every kernel, without all combinations of the three."""
-    found = []
-    for number, name in enumerate(TARGETS):
-        for position, kernel in enumerate(tiles.KERNELS):
-            for index, variant in enumerate(VARIANTS):
-                if (number + position + index) % 4 == 0:
-                    found.append((name, kernel, variant))
-    return found
+    """Every variant with every family of GPUs and with every kernel, every target with every kernel."""
+    return cover(
+        itertools.product(TARGETS, tiles.KERNELS, VARIANTS),
+        lambda case: (family_of(TARGETS[case[0]]), case[2]),
+        lambda case: case[1:],
+        lambda case: case[:2],
+    )
 
 
 @pytest.mark.parametrize(("name", "kernel", "variant"), some_variants())
@@ -301,7 +335,7 @@ def test_a_product_sums_over_at_least_16():
 
 
 # Kernels of the largest head_dim alone, where a family has them.
-WIDE = ("wide_forward", "wide_key", "wide_value")
+WIDE = ("wide_forward", "wide_key", "wide_value", "stored_scores", "stored_query", "stored_key")
 
 
 def test_every_family_has_every_row():

@@ -81,7 +81,8 @@ def test_disabling_before_transformers_is_imported_leaves_no_finder(monkeypatch)
     before = list(sys.meta_path)
     monkeypatch.setattr(integration, "MODELS", "no_such_module_of_transformers")
     torch_flashbackend.enable()
-    assert len(sys.meta_path) == len(before) + 1
+    waiting = [finder.name for finder in sys.meta_path if finder not in before]
+    assert "no_such_module_of_transformers" in waiting  # another may wait for nested tensors
     torch_flashbackend.disable()
     assert sys.meta_path == before
 

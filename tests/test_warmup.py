@@ -112,8 +112,8 @@ def test_command_line_says_what_failed(compiled, capsys, monkeypatch):
     monkeypatch.setattr(precompile, "_compile_cuda", fail)
     assert main(["warmup", "--shapes", "2,16,4096,128", "--gpu", "NVIDIA H200", "--backend", "cuda"]) == 1
     assert "cuda-bindings is not installed" in capsys.readouterr().err
-    assert main(["warmup", "--shapes", "2,16,4096,512", "--gpu", "NVIDIA H200", "--backend", "cuda"]) == 1
-    assert "head_dim 512" in capsys.readouterr().err
+    assert main(["warmup", "--shapes", "2,16,4096,520", "--gpu", "NVIDIA H200", "--backend", "cuda"]) == 1
+    assert "head_dim 520" in capsys.readouterr().err
 
 
 def test_one_kernel_that_does_not_compile_leaves_the_report_of_the_others(compiled, capsys, monkeypatch):
@@ -157,6 +157,19 @@ def test_triton_kernels_are_those_that_a_call_launches(name):
     pytest.importorskip("triton")
     problem = precompile.Problem.from_shapes((2, 8, 256, 64), kv_heads=2, gpu="NVIDIA A100", training=True)
     assert precompile._compile_triton(problem, name) == (name,)
+
+
+@pytest.mark.parametrize(("heads", "part"), [(1, "wide"), (16, "stored")])
+def test_triton_kernels_above_a_head_dim_of_256(monkeypatch, heads, part):
+    """Probabilities are stored where their memory is little beside the query's."""
+    pytest.importorskip("triton")
+    from torch_flashbackend.kernels.triton.launch import Launch
+
+    monkeypatch.setattr(Launch, "compile", lambda launch, target: launch.name)
+    problem = precompile.Problem.from_shapes((1, heads, 4096, 512), gpu="NVIDIA H200", training=True, is_causal=True)
+    names = [name for one in precompile.WIDE_BACKWARD for name in precompile._compile_triton(problem, one)]
+    expected = [name for name in precompile.WIDE_BACKWARD[2:] if name.startswith(f"attention_{part}")]
+    assert names == ["attention_backward_query", *expected]
 
 
 def test_it_is_a_function_whatever_was_imported_first():

@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .batch_invariance import is_batch_invariant, set_batch_invariant
     from .direct import attention
     from .explain import explain
     from .override import disable, enable, is_enabled
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "attention", "attention_varlen", "disable", "enable", "explain", "is_enabled", "sdpa_backend", "stats", "verify",
-    "warmup",
+    "attention", "attention_varlen", "disable", "enable", "explain", "is_batch_invariant", "is_enabled", "sdpa_backend",
+    "set_batch_invariant", "stats", "verify", "warmup",
 ]  # fmt: skip
 
 _HOME = {
@@ -33,8 +34,10 @@ _HOME = {
     "disable": "override",
     "enable": "override",
     "explain": "explain",
+    "is_batch_invariant": "batch_invariance",
     "is_enabled": "override",
     "sdpa_backend": "selection",
+    "set_batch_invariant": "batch_invariance",
     "stats": "stats",
     "verify": "verify",
     "warmup": "precompile",

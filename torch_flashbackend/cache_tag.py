@@ -1,9 +1,10 @@
 """The tag in torch.compile's caches on disk that keeps programs compiled with the plugin from those without.
 
-May import torch; it runs while torch itself is still being imported. Imported by override.py. The tag,
-torch.compiler.config.cache_key_tag, is part of the keys of the AOTAutograd and FX graph caches. Their keys hold the
-graph before it is traced through our hooks, so that without the tag a process with the plugin off would be served
-graphs made with it on. The version is in the tag because the routing rules are in the graphs.
+May import torch and batch_invariance.py; it runs while torch itself is still being imported. Imported by override.py.
+The tag, torch.compiler.config.cache_key_tag, is part of the keys of the AOTAutograd and FX graph caches. Their keys
+hold the graph before it is traced through our hooks, so that without the tag a process with the plugin off would be
+served graphs made with it on. The version is in the tag because the routing rules are in the graphs, and batch
+invariance because it is one of them.
 
 Private interface: the entry of that setting in `torch.compiler.config._config`. In newer versions of torch (2.13, not
 2.11) what a program assigns to a setting holds for its thread alone, and the plugin is on in all of them. If the entry
@@ -17,19 +18,21 @@ from typing import Any
 
 import torch
 
+from .batch_invariance import is_batch_invariant
+
 __all__ = ["CacheTag"]
 
 
 class CacheTag:
     """cache_key_tag with our name in it, behind whatever the user has put there, in every thread, until `restore`."""
 
-    def __init__(self) -> None:
-        from . import __version__
-
-        self._ours = f"torch_flashbackend-{__version__}"
+    _ours = ""
 
     def set(self) -> None:
-        """Put our part in."""
+        """Put our part in, as it is now."""
+        from . import __version__
+
+        self._ours = f"torch_flashbackend-{__version__}" + "-batch-invariant" * is_batch_invariant()
         entry = _entry()
         if entry is None:
             torch.compiler.config.cache_key_tag = self.with_ours(torch.compiler.config.cache_key_tag)

@@ -2,8 +2,8 @@
 
 Two levels: `recent`, the last few calls, each compared with in one step; and `cache`, a dictionary of all.
 
-May import `_torch.py` at the top, and problem, routing and ops when the first call arrives, so that enabling the plugin
-loads none of them. Imported by override, kernel_hook and selection.
+May import `_torch.py` and batch_invariance.py at the top, and problem, routing and ops when the first call arrives, so
+that enabling the plugin loads none of them. Imported by override, kernel_hook and selection.
 
 The dictionary's key holds everything that a routing rule may look at (problem.py lists it): a rule that reads something
 new needs that in `signature` and `settings`, or it will be answered for another call.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import _torch
+from .batch_invariance import on_change
 from .integrations import dtensor
 
 __all__ = [
@@ -64,17 +65,19 @@ class Entry:
     """What the hooks need to know about one key.
 
     decision: routing's answer. taken: it is not stock. run: what to call for a taken call that needs no change of rank
-    or batch, else None. simple: no gradient is needed. ends_in: for a call that stays stock's, "flash", "cudnn" or
+    or batch, else None. unobserved: a shorter way for calls that no dispatch mode or profiler watches, where run has
+    one. simple: no gradient is needed. ends_in: for a call that stays stock's, "flash", "cudnn" or
     "efficient" if PyTorch passes the arguments to that kernel as they are, else None. kernel: that kernel, or that of
     autograd around it, which the call hook puts there.
     """
 
-    __slots__ = ("decision", "ends_in", "kernel", "run", "simple", "taken")
+    __slots__ = ("decision", "ends_in", "kernel", "run", "simple", "taken", "unobserved")
 
     def __init__(self, decision: Any, simple: bool, run: Callable[..., Any] | None, ends_in: str | None = None) -> None:
         self.decision = decision
         self.taken = decision.backend != "stock"
         self.run = run
+        self.unobserved: Callable[..., Any] | None = getattr(run, "unobserved", None)
         self.simple = simple
         self.ends_in = ends_in
         self.kernel: Callable[..., Any] | None = None
@@ -378,6 +381,9 @@ def forget() -> None:
     """Empty the cache: settings outside the key have changed. Counts go to stats."""
     with _lock:
         _clear()
+
+
+on_change(forget)
 
 
 def warn_once(message: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import policy, reference, routing
+from .batch_invariance import planned_batch
 from .kernels import KernelUnavailable
 from .problem import Problem
 
@@ -28,6 +29,11 @@ USUAL_SM_COUNT = 132
 # Names of the Triton kernels of a call without a mask.
 FORWARD = "attention_forward"
 BACKWARD = ("attention_backward_query", "attention_backward_key_value")
+# Those of a head_dim above 256, of which a call launches some; the others compile to nothing.
+WIDE_BACKWARD = (
+    *BACKWARD,
+    *(f"attention_{name}" for name in ("wide_key", "wide_value", "stored_scores", "stored_query", "stored_key")),
+)
 
 
 class Warmed(NamedTuple):
@@ -150,15 +156,23 @@ def _jobs(problem: Problem, backend: str) -> Iterable[tuple[Any, Callable[[], tu
     if backend == "cuda":
         for specialisation in _specialisations(problem):
             yield ("cuda", specialisation), functools.partial(_compile_cuda, specialisation)
+        # Large head dimensions have their forward alone.
+        for name in BACKWARD if problem.requires_grad and problem.head_dim > routing.HOPPER_MAX_MASK_HEAD_DIM else ():
+            yield ("triton", problem, name), functools.partial(_compile_triton, problem, name)
     elif backend == "triton":
         yield ("triton", problem, FORWARD), lambda: _compile_triton(problem, FORWARD)
-        for name in BACKWARD if problem.requires_grad else ():
+        names = WIDE_BACKWARD if problem.head_dim > 256 else BACKWARD
+        for name in names if problem.requires_grad else ():
             yield ("triton", problem, name), functools.partial(_compile_triton, problem, name)
 
 
 def _specialisations(problem: Problem) -> Iterable[Any]:
     """Of the Hopper kernels."""
-    from .kernels.cuda import backward, decode, forward
+    from .kernels.cuda import backward, decode, forward, forward_wide
+
+    if forward_wide.takes(problem.head_dim, problem.head_dim_v):
+        yield forward_wide.specialise(problem.head_dim, problem.query_dtype, problem.is_causal, problem.requires_grad)
+        return
 
     measured = policy.policy_for(problem)
     sm_count = problem.sm_count or (measured.sm_count if measured else None) or USUAL_SM_COUNT
@@ -167,13 +181,13 @@ def _specialisations(problem: Problem) -> Iterable[Any]:
     if decode.takes(batch, problem.num_kv_heads, problem.seqlen_q, problem.seqlen_k, group, problem.is_causal):
         yield decode.specialise(
             problem.head_dim, problem.head_dim_v, problem.query_dtype,
-            units=batch * problem.num_kv_heads, rows=problem.seqlen_q * group, seqlen_k=problem.seqlen_k,
+            units=planned_batch(batch) * problem.num_kv_heads, rows=problem.seqlen_q * group, seqlen_k=problem.seqlen_k,
         ).specialisation  # fmt: skip
     else:
         yield forward.specialise(
             problem.head_dim, problem.head_dim_v, problem.query_dtype, problem.is_causal, problem.requires_grad,
             seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
-            batch_heads=batch * problem.num_heads, num_sms=sm_count,
+            batch_heads=planned_batch(batch) * problem.num_heads, num_sms=sm_count,
         )  # fmt: skip
     if problem.requires_grad:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -197,8 +211,10 @@ def _compile_triton(problem: Problem, only: str) -> tuple[str, ...]:
         raise KernelUnavailable(f"Triton is not installed: {error}") from error
     name = problem.architecture
     target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[3:]), 32)
-    # How many batches and heads there are decides whether decoding splits keys; else it is no matter of the compiler's.
-    batch, kv_heads = (1, 1) if problem.requires_grad else (problem.query_shape[0], problem.num_kv_heads)
+    # How many batches and heads there are decides whether decoding splits keys, and which kernels a backward above a
+    # head_dim of 256 has; else it is no matter of the compiler's.
+    matters = not problem.requires_grad or problem.head_dim > 256
+    batch, kv_heads = (problem.query_shape[0], problem.num_kv_heads) if matters else (1, 1)
     heads = kv_heads * (problem.num_heads // problem.num_kv_heads)
 
     def empty(*shape: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Problem: a frozen description of one call of scaled_dot_product_attention, with no tensors in it.
 
-May import torch, `_torch.py` and `stock.py`. Imported by routing, policy, explain, verify and by the two hooks.
-Everything that a routing rule may look at is a field here, so that every rule runs without a GPU: a test writes
-`Problem.from_shapes(..., gpu="NVIDIA H200")` and asks.
+May import torch, `_torch.py`, `batch_invariance.py`, `nvrtc.py` and `stock.py`. Imported by routing, policy, explain,
+verify and by the two hooks. Everything that a routing rule may look at is a field here, so that every rule runs without
+a GPU: a test writes `Problem.from_shapes(..., gpu="NVIDIA H200")` and asks.
 
 Sizes may be `torch.SymInt` while a graph is traced. Nothing here turns them into numbers or hashes them, and nothing
 compares them unless the answer is the call's validity: a comparison is a guard, and a guard may be a recompile.
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from . import _torch, nvrtc, stock
+from .batch_invariance import is_batch_invariant
 
 __all__ = ["MaskInfo", "Problem", "describe_shape", "is_aligned", "known_architecture"]
 
@@ -126,6 +127,8 @@ class Problem:
     """What PyTorch would run: "flash", "efficient", "cudnn", "math", "error", or None where nobody can say."""
     packed: bool = False
     """Sequences of different lengths, packed one after the other; the shapes are those of padding to the longest."""
+    batch_invariant: bool = False
+    """The result must not depend on the rest of the batch (`set_batch_invariant`)."""
     no_compiler: str = ""
     """Why CUDA C++ cannot be compiled on this machine; empty where it can, or where the kernels in it are not for this
     GPU, or the question is about another machine."""
@@ -189,6 +192,7 @@ class Problem:
             tensor_types=tensor_types,
             sdp_backends=_enabled_backends(),
             stock_backend=None,
+            batch_invariant=is_batch_invariant(),
             no_compiler=(nvrtc.unavailable() or "") if architecture == HOPPER else "",
         )
         return dataclasses.replace(problem, stock_backend=stock.backend(problem, query, key, value, attn_mask))
@@ -283,6 +287,16 @@ class Problem:
         )
         return dataclasses.replace(problem, stock_backend=stock.backend(problem))
 
+    def of_one_batch(self) -> Problem:
+        """The same call with every batch dimension that is not empty of size one."""
+
+        def one(shape: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (*(0 if isinstance(n, int) and n == 0 else 1 for n in shape[:-3]), *shape[-3:])
+
+        return dataclasses.replace(
+            self, query_shape=one(self.query_shape), key_shape=one(self.key_shape), value_shape=one(self.value_shape)
+        )
+
     @property
     def rank(self) -> int:
         """Number of dimensions of the query."""
@@ -341,6 +355,7 @@ class Problem:
         parts += ["enable_gqa"] * self.enable_gqa
         parts += ["gradients"] * self.requires_grad
         parts += ["unaligned"] * (not self.aligned)
+        parts += ["batch-invariant"] * self.batch_invariant
         return f"{', '.join(parts)} on {self.gpu_name or '/'.join(self.devices)}"
 
 

@@ -30,6 +30,9 @@ __all__ = [
 MAX_HEAD_DIM = 512
 # More keys than the "cuda" backend adds up in one sum, which its matrix units cut off instead of rounding.
 HOPPER_MAX_SEQLEN_K = 2**18
+HOPPER_MAX_HEAD_DIM = 512
+# Above, the "cuda" backend takes neither masks nor dropout, and its gradients are Triton's.
+HOPPER_MAX_MASK_HEAD_DIM = 256
 # Above, a float32 mask or dropout leaves the "cuda" backend no registers.
 HOPPER_MAX_BIAS_HEAD_DIM = 192
 HOPPER_MAX_DROPOUT_HEAD_DIM = 192
@@ -125,7 +128,12 @@ def first_failure(problem: Problem, backend: str, automatic: bool) -> Constraint
 
 
 def worth(problem: Problem, backend: str) -> Verdict:
-    """Is a call that a kernel could take worth taking? Yes if stock fails at it or if it is measured to be faster."""
+    """Is a call that a kernel could take worth taking? Yes if stock fails at it or if it is measured to be faster.
+
+    Whatever the batch size must not change is ours, since stock's kernels choose by it.
+    """
+    if problem.batch_invariant:
+        problem = problem.of_one_batch()
     for rule in STOCK_FAILS:
         if rule.applies(problem):
             # A call with a mask is ours then, and a matter among our kernels.
@@ -133,6 +141,10 @@ def worth(problem: Problem, backend: str) -> Verdict:
             return Verdict(True, rule.reason, rule.message(problem)) if slower is None else slower
     if _empty(problem):
         return Verdict(False, "nothing to compute", f"query {describe_shape(problem.query_shape)} is empty")
+    if problem.batch_invariant:
+        slower = policy.not_the_fastest_of_ours(problem, backend)
+        message = "set_batch_invariant(True): no choice may depend on the batch size, and PyTorch's do"
+        return Verdict(True, "batch-invariant", message) if slower is None else slower
     return policy.judge(problem, backend)
 
 
@@ -349,7 +361,12 @@ def _hopper_head_dims_ok(problem: Problem) -> bool:
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
     if guarded(head_dim == 192) and guarded(head_dim_v == 128):
         return True
-    return guarded(head_dim == head_dim_v) and guarded(head_dim >= 8) and guarded(head_dim <= 256)
+    return guarded(head_dim == head_dim_v) and guarded(head_dim >= 8) and guarded(head_dim <= HOPPER_MAX_HEAD_DIM)
+
+
+def _hopper_wide_ok(problem: Problem) -> bool:
+    plain = problem.mask is None and problem.dropout_p == 0.0
+    return plain or guarded(problem.head_dim <= HOPPER_MAX_MASK_HEAD_DIM)
 
 
 def _hopper_seqlen_k_ok(problem: Problem) -> bool:
@@ -465,6 +482,7 @@ CUDA = Backend(
         Constraint(
             "packed",
             lambda p: not p.packed,
+            # One operator serves both (varlen.py), which chooses between its kernels by what a Problem does not hold.
             lambda p: (
                 "packed sequences are counted as triton's, which on Hopper GPUs hands plain ones to cuda's kernels"
             ),
@@ -492,7 +510,15 @@ CUDA = Backend(
             _hopper_head_dims_ok,
             lambda p: (
                 f"head_dim {p.head_dim} with value head_dim {p.head_dim_v} is not supported by the cuda backend "
-                "(equal, 8 to 256; or 192 with 128)"
+                f"(equal, 8 to {HOPPER_MAX_HEAD_DIM}; or 192 with 128)"
+            ),
+        ),
+        Constraint(
+            "wide head_dim",
+            _hopper_wide_ok,
+            lambda p: (
+                f"attn_mask or dropout_p with head_dim {p.head_dim}, which the cuda backend takes up to "
+                f"{HOPPER_MAX_MASK_HEAD_DIM}"
             ),
         ),
         Constraint(

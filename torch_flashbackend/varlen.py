@@ -280,7 +280,8 @@ def _forward_cuda(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) ->
     if not takes(query, value):
         return _forward_math(query, key, value, *arguments)
     options, extras = _split(query, key, arguments)
-    if _hopper().takes(query, key, value, options, extras):
+    longest_k = arguments[6]
+    if _hopper().takes(query, key, value, options, extras, longest_k):
         # What its plan finds out, strides that the copy engine cannot walk say, is Triton's.
         with contextlib.suppress(KernelUnavailable):
             _hopper().forward(query, key, value, options, extras, out, logsumexp)
@@ -310,7 +311,8 @@ def _backward_cuda(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, 
         logsumexp = logsumexp.contiguous()
     nothing = query.new_empty(0)
     options, extras = _split(query, key, tuple(rest))
-    if both and _hopper().takes_backward(grad_out, query, key, value, options, extras, logsumexp):
+    longest_q, longest_k = arguments[5:7]
+    if both and _hopper().takes_backward(grad_out, query, key, value, options, extras, logsumexp, longest_q, longest_k):
         with contextlib.suppress(KernelUnavailable):
             _hopper().backward(
                 grad_out, query, key, value, options, extras, out, logsumexp, grad_query, grad_key, grad_value

@@ -26,15 +26,19 @@
 // PERSISTENT: a block for each multiprocessor, which takes one tile of keys after the other from a counter. The next
 // tile's loads run beside the last steps and the epilogue, and gradients leave by a warp of their own meanwhile.
 //
-// MASKED: there is a bool mask. A block visits the query tiles of a list (backward_mask.cuh); which of the scores of a
-// mixed one count comes as bits beside its queries.
+// MASKED: there is a mask. A block visits the query tiles of a list (backward_mask.cuh); which of the scores of a mixed
+// one count comes as bits beside its queries. FLOAT_MASK: it is of numbers of 16 bits, which come by the copy engine
+// where bits do not say it all (backward_bias.cuh).
 //
 // DROPOUT: a word of each thread says which of its scores stay (dropout.cuh). P^T without the others goes into
 // grad_value, dP^T without them into dS^T, both without the scale of what stays, which the sums are multiplied by at
 // last.
 //
 // FUSED: the first and the last kernel are items of the main one's list (backward_items.cuh).
-// UNSTAGED: consumers add their shares of grad_query from registers, without staging buffers.
+// PAIRED: a cluster of two blocks has two tiles of keys that follow each other, and loads queries and grad_out once for
+// both: each loads half of the columns. Both visit the same query tiles; in a causal call, the second block sees
+// nothing of the last ones. UNSTAGED: consumers add their shares of grad_query from registers, without staging buffers.
+// DIRECT: they write those of the first queries, which see the first keys alone, to their place (backward.cuh).
 //
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of BLOCK_M rows, two of dS, all in boxes of 64
 // columns (tma.cuh); BLOCK_M x HEAD_DIM float32 of staging, in the accumulators' own order.
@@ -43,7 +47,8 @@
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
 // tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES (2), KEYS_IN_REGISTERS, TURNS, DELTA_FIRST, PERSISTENT, FUSED,
-// UNSTAGED, IS_CAUSAL, MASKED, DROPOUT, IS_BF16, DETERMINISTIC.
+// UNSTAGED, DIRECT, IS_CAUSAL, MASKED, FLOAT_MASK, MASK_PER_KEY, MASK_ROWS, MASK_STAGES, DROPOUT, IS_BF16,
+// DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -55,6 +60,7 @@ constexpr int PRODUCER_REGISTERS = MORE_FOR_PRODUCERS ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = MORE_FOR_PRODUCERS ? 232 : 240;
 static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
 static_assert(!PACKED || (!PERSISTENT && !IN_ORDER));
+static_assert(!PAIRED || (!PERSISTENT && !IN_ORDER && BOXES == 2 && HEAD_DIM_V > BOX_COLUMNS));
 static_assert(CONSUMERS == 2, "registers, and who takes turns");
 static_assert(DS_STAGES == 2, "one is read while the other is written");
 
@@ -75,12 +81,21 @@ constexpr int STAGE_MASK_BYTES = MASK_BYTES;
 #else
 constexpr int STAGE_MASK_BYTES = 0;
 #endif
+#if FLOAT_MASK
+constexpr int ALL_VALUES_BYTES = MASK_STAGES * VALUES_BYTES, VALUES_STAGES = MASK_STAGES;
+#else
+constexpr int ALL_VALUES_BYTES = 0, VALUES_STAGES = 0;
+#endif
+
+// A block visits the tile on the diagonal last, whose 64 queries see none of its second 64 keys.
+constexpr bool LAST_HIDDEN = SKIP_HIDDEN && IS_CAUSAL && BLOCK_M == 64;
+static_assert(!SKIP_HIDDEN || (!MASKED && !DROPOUT && !PACKED));
 
 static_assert(Q_STAGES <= 4, "four words say of each stage what it holds");
 
 // Byte addresses in shared memory.
 struct Shared {
-  uint32_t key, value, query, grad_out, grad_scores, staging, statistics, mask_bits, kept, ticket, barriers;
+  uint32_t key, value, query, grad_out, grad_scores, staging, values, statistics, mask_bits, kept, ticket, barriers;
   __device__ explicit Shared(uint32_t base)
       : key(base),
         value(key + K_BYTES),
@@ -88,13 +103,14 @@ struct Shared {
         grad_out(query + Q_STAGES * Q_BYTES),
         grad_scores(grad_out + DO_STAGES * DO_BYTES),
         staging(grad_scores + DS_STAGES * DS_BYTES),
-        statistics(staging + STAGING_BYTES),
+        values(staging + STAGING_BYTES),
+        statistics(values + ALL_VALUES_BYTES),
         mask_bits(statistics + Q_STAGES * STATISTICS_BYTES),
         kept(mask_bits + Q_STAGES * STAGE_MASK_BYTES),
         ticket(kept + (DROPOUT ? 128 * CONSUMERS * 4 : 0)),
         barriers(ticket + 16 + (MASKED + DROPOUT) * 16) {}
-  // Of a query tile: whether it is mixed, and its head, counted over the batch.
-  __device__ uint32_t mixed(int stage) const { return ticket + 16 + 4 * stage; }
+  // Of a query tile: its kind, and its head, counted over the batch.
+  __device__ uint32_t kind(int stage) const { return ticket + 16 + 4 * stage; }
   __device__ uint32_t head(int stage) const { return ticket + 16 + MASKED * 16 + 4 * stage; }
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
   __device__ uint32_t k_full() const { return barrier(0); }
@@ -112,6 +128,8 @@ struct Shared {
   __device__ uint32_t grads_sent() const { return ds_full(2 * DS_STAGES + 2); }
   __device__ uint32_t work_full(int stage) const { return ds_full(2 * DS_STAGES + 3 + stage); }
   __device__ uint32_t work_empty(int stage) const { return work_full(2 + stage); }
+  __device__ uint32_t values_full(int stage) const { return work_empty(2 + stage); }
+  __device__ uint32_t values_empty(int stage) const { return values_full(VALUES_STAGES + stage); }
   __device__ uint32_t grad_value() const { return PERSISTENT ? grad_scores : value; }
   __device__ uint32_t grad_key() const { return !PERSISTENT ? key : GRADS_IN_DS ? grad_scores + V_BYTES : staging; }
 };
@@ -156,13 +174,13 @@ __device__ __forceinline__ void for_each_item(int number, const BackwardParams& 
 // block to see the end leaves the counters as it found them.
 template <class Visit>
 __device__ __forceinline__ void give_work(const BackwardParams& params, const Shared& shared, const Visit& visit) {
-  const int heads = params.batch * params.num_kv_heads;
-  const int items = heads * (params.k_tiles + (FUSED ? 2 * params.chunks : 0));
 #pragma unroll 1
   for (uint32_t given = 0;; ++given) {
     const auto place = Ring<2>::at(given);
     const int number = atomicAdd(params.counters, 1);
-    const bool none = number >= items;
+    // Counted anew each time, for want of a register.
+    const int heads = opaque(params.batch) * params.num_kv_heads;
+    const bool none = number >= heads * (params.k_tiles + (FUSED ? 2 * params.chunks : 0));
     Item item{};
     if (!none) item = item_at(number, params);
     barrier_wait(shared.work_empty(place.stage), place.phase ^ 1);
@@ -194,8 +212,8 @@ __device__ __forceinline__ void load_queries(const TensorMap& query_map, const T
 #endif
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
                                  head, work.batch);
-    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (STATISTICS * BLOCK_M),
-                                 shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
+    load_bytes<STATISTICS_BYTES>(statistics_of(number, tile, params), shared.statistics + q.stage * STATISTICS_BYTES,
+                                 shared.q_full(q.stage));
     const auto d = Ring<DO_STAGES>::at(loaded);
     barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
     load_rows<BLOCK_M, HEAD_DIM_V>(grad_out_map, shared.grad_out + d.stage * DO_BYTES, shared.do_full(d.stage),
@@ -244,7 +262,8 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
   const auto semaphore = [&](int number) { return params.semaphores + (int64_t)number * CONSUMERS + warpgroup; };
   int before = -1;
   if (UNSTAGED) return;  // the consumers do it
-  for_each_tile(work, params, [&](int, int, int number, [[maybe_unused]] int entry) {
+  for_each_tile(work, params, [&](int, int tile, int number, [[maybe_unused]] int entry) {
+    if (DIRECT && tile < DIRECT_TILES) return;  // the consumers do it
     if (DETERMINISTIC) {
 #if MASKED
       const int earlier = entry_rank(entry);
@@ -271,11 +290,12 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
   }
 }
 
-// piece[64, PIECE_COLUMNS] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, PIECE_COLUMNS]
+// piece[64, PIECE_COLUMNS] = grad_scores[64 queries, KEYS] key[KEYS, PIECE_COLUMNS], the first KEYS of the tile
+template <int KEYS>
 __device__ __forceinline__ void grad_query_product(float (&piece)[PIECE_COLUMNS / 2], uint32_t grad_scores,
                                                    uint32_t key) {
 #pragma unroll
-  for (int k = 0; k < BLOCK_N / 16; ++k)
+  for (int k = 0; k < KEYS / 16; ++k)
     Wgmma<PIECE_COLUMNS>::ss_columns(piece, moved(grad_scores, column_group<BLOCK_M>(k)),
                                      moved(key, k * 16 * BOX_ROW_BYTES), k > 0);
 }
@@ -288,6 +308,9 @@ struct Progress {
   uint32_t sent_phase = 1;   // the staging buffer is free at first
   uint32_t grads_phase = 1;  // and the places that gradients leave from
   uint32_t kv_phase = 0;
+#if FLOAT_MASK
+  Ring<MASK_STAGES> m;
+#endif
 };
 
 __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const TensorMap& grad_value_map,
@@ -299,10 +322,10 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   const Piece piece(warpgroup);
   const uint32_t key_columns =
       descriptor(shared.key + piece.first_column / BOX_COLUMNS * BLOCK_N * BOX_ROW_BYTES, BLOCK_N * BOX_ROW_BYTES);
-#if !MASKED || DROPOUT
+#if !MASKED || DROPOUT || FLOAT_MASK
   const int thread_key = work.k_tile * BLOCK_N + warp_row + lane / 4;  // and thread_key + 8
 #endif
-#if !MASKED
+#if !MASKED || FLOAT_MASK
   const int first_key = work.k_tile * BLOCK_N + 64 * warpgroup;
   const bool ends = first_key + 64 > work.keys(params);
 #endif
@@ -339,11 +362,12 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       grads[i + 1] = negative.y;
     }
   };
-  // This warpgroup's share of grad_query, from the dS in `stage`.
-  const auto issue_grad_query = [&](float (&columns)[PIECE_COLUMNS / 2], int stage) {
+  // This warpgroup's share of grad_query, from the dS in `stage`; `last`: of the last query tile.
+  const auto issue_grad_query = [&](float (&columns)[PIECE_COLUMNS / 2], int stage, auto last) {
+    constexpr int KEYS = decltype(last)::value && LAST_HIDDEN ? BLOCK_N / 2 : BLOCK_N;
     wgmma_fence();
-    grad_query_product(columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0),
-                       key_columns);
+    grad_query_product<KEYS>(
+        columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0), key_columns);
     wgmma_commit();
   };
   // Hands a share of grad_query to the storing warp.
@@ -358,8 +382,27 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     __syncwarp();
     release(shared.staged(warpgroup));
   };
+  // DIRECT: the query head of the tile before.
+  [[maybe_unused]] int head_before = work.kv_head * (params.num_heads / params.num_kv_heads);
   // Brings a share of grad_query of the tile before to its sums; the tile after that one begins at `first_row`.
   const auto send_columns = [&](const float (&columns)[PIECE_COLUMNS / 2], int first_row) {
+#if DIRECT
+    // A query head's first tile is followed by the next one's last.
+    const bool ends_head = first_row == last_row;
+    const int row_before = ends_head ? end_row : first_row + BLOCK_M;
+    if (row_before < DIRECT_TILES * BLOCK_M) {
+      static_assert(PIECE_COLUMNS <= 64);
+      FinishedPart part;
+#pragma unroll
+      for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
+        part.x[i] = make_float4(columns[4 * i], columns[4 * i + 1], columns[4 * i + 2], columns[4 * i + 3]);
+      const QueryTile tile{0, work.batch, head_before, 0, row_before, params.seqlen_q, true};
+      part.store(tile, piece, 0, threadIdx.x % 128, params);
+      head_before += ends_head;
+      return;
+    }
+    head_before += ends_head;
+#endif
     if (!UNSTAGED) return stage_columns(columns);
     float* sums = params.sums + (int64_t)number_before * (BLOCK_M * HEAD_DIM) + piece.offset + threadIdx.x % 128 * 4;
 #pragma unroll
@@ -387,7 +430,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       const uint32_t grad_out = shared.grad_out + d.stage * DO_BYTES + rows;
       const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + part * STEP_M * 4 + quad_lane * 8;
 #if MASKED
-      const bool mixed = read_word(shared.mixed(q.stage));
+      const int kind = read_word(shared.kind(q.stage));
       const uint32_t mask_word =
           shared.mask_bits + q.stage * MASK_BYTES + (part * 128 * CONSUMERS + threadIdx.x - 128) * 4;
 #endif
@@ -410,20 +453,32 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
                                    keys_random, params.dropout.threshold, quad_lane));
 #endif
 #if MASKED
-      if (mixed) keep_some(scores, read_word(mask_word), -INFINITY_F);
+      if (kind == BITS) keep_some(scores, read_word(mask_word), -INFINITY_F);
+#if FLOAT_MASK
+      if (kind == VALUES) {
+        add_values(scores, shared, progress.m, warp_row, statistics, params.softmax_scale);
+        if (ends) mask_keys(scores, thread_key, 0, params.seqlen_k);
+      }
+#endif
 #else
       if (ends || (IS_CAUSAL && first_row + part * STEP_M < first_key + 63))
         mask_keys(scores, thread_key, first_row + part * STEP_M, work.keys(params));
 #endif
       if (TURNS) named_sync(FIRST_TURN + warpgroup, 128 * CONSUMERS);
+#if FLOAT_MASK
+      if (kind == VALUES) {
 #pragma unroll
-      for (int i = 0; i < STEP_M / 2; i += 4) {
-        const float2 logsumexp = read_pair(statistics + 8 * i);
-        scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -logsumexp.x));
-        scores[i + 1] = exp2_approx(fmaf(scores[i + 1], scale_log2, -logsumexp.y));
-        scores[i + 2] = exp2_approx(fmaf(scores[i + 2], scale_log2, -logsumexp.x));
-        scores[i + 3] = exp2_approx(fmaf(scores[i + 3], scale_log2, -logsumexp.y));
-      }
+        for (int i = 0; i < STEP_M / 2; ++i) scores[i] = exp2_approx(scores[i]);
+      } else
+#endif
+#pragma unroll
+        for (int i = 0; i < STEP_M / 2; i += 4) {
+          const float2 logsumexp = read_pair(statistics + 8 * i);
+          scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -logsumexp.x));
+          scores[i + 1] = exp2_approx(fmaf(scores[i + 1], scale_log2, -logsumexp.y));
+          scores[i + 2] = exp2_approx(fmaf(scores[i + 2], scale_log2, -logsumexp.x));
+          scores[i + 3] = exp2_approx(fmaf(scores[i + 3], scale_log2, -logsumexp.y));
+        }
       uint32_t probabilities[STEP_M / 4];
 #if DROPOUT
       pack_some(probabilities, scores, read_word(kept));
@@ -459,7 +514,13 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       }
 #if MASKED
       // Not by the probability: dP may be infinite or NaN there.
-      if (mixed) keep_some(grads, read_word(mask_word), 0.0f);
+      if (kind == BITS) keep_some(grads, read_word(mask_word), 0.0f);
+#if FLOAT_MASK
+      if (kind == VALUES) {
+#pragma unroll
+        for (int i = 0; i < STEP_M / 2; ++i) grads[i] = scores[i] == 0.0f ? 0.0f : grads[i];
+      }
+#endif
 #endif
       uint32_t grad_scores[STEP_M / 4];
       pack_all(grad_scores, grads);
@@ -487,14 +548,14 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     float columns[PIECE_COLUMNS / 2];
     if (BEFORE) {
       barrier_wait(shared.ds_full(source.stage), source.phase);
-      issue_grad_query(columns, source.stage);
+      issue_grad_query(columns, source.stage, Flag<false>());
       wgmma_wait<1>();  // the sums of keys and values
     } else {
       wgmma_wait<0>();
     }
     s.advance();
-    release(shared.do_empty(d.stage));
-    release(shared.q_empty(q.stage));
+    release_stage(shared.do_empty(d.stage));
+    release_stage(shared.q_empty(q.stage));
     d.advance();
     q.advance();
     if constexpr (MORE) {
@@ -514,6 +575,30 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       release(shared.ds_empty(source.stage));
       send_columns(columns, first_row);
     }
+  };
+
+  // The last tile, for the second warpgroup where LAST_HIDDEN: it only keeps up with the other one.
+  const auto pass = [&](int first_row, auto before) {
+    constexpr bool BEFORE = decltype(before)::value;
+    barrier_wait(shared.do_full(d.stage), d.phase);
+    release(shared.ds_full(s.stage));
+    const Ring<DS_STAGES> source = s.previous();
+    float columns[PIECE_COLUMNS / 2];
+    if (BEFORE) {
+      barrier_wait(shared.ds_full(source.stage), source.phase);
+      issue_grad_query(columns, source.stage, Flag<false>());
+    }
+    s.advance();
+    release_stage(shared.do_empty(d.stage));
+    release_stage(shared.q_empty(q.stage));
+    d.advance();
+    q.advance();
+    if (BEFORE) {
+      wgmma_wait<0>();
+      release(shared.ds_empty(source.stage));
+      send_columns(columns, first_row);
+    }
+    if (TURNS) named_sync(FIRST_TURN + warpgroup, 128 * CONSUMERS);
   };
 
   int left = count_tiles(work, params);
@@ -539,18 +624,24 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       first_row = first_row == end_row ? last_row : first_row - BLOCK_M;
     };
     if (left == 1) {
-      step(first_row, Flag<false>(), Flag<false>());
+      if (LAST_HIDDEN && warpgroup == 1)
+        pass(first_row, Flag<false>());
+      else
+        step(first_row, Flag<false>(), Flag<false>());
     } else {
       step(first_row, Flag<false>(), Flag<true>());
       advance();
 #pragma unroll 1
       for (; left > 1; advance()) step(first_row, Flag<true>(), Flag<true>());
-      step(first_row, Flag<true>(), Flag<false>());
+      if (LAST_HIDDEN && warpgroup == 1)
+        pass(first_row, Flag<true>());
+      else
+        step(first_row, Flag<true>(), Flag<false>());
     }
     const Ring<DS_STAGES> source = s.previous();
     float columns[PIECE_COLUMNS / 2];
     barrier_wait(shared.ds_full(source.stage), source.phase);
-    issue_grad_query(columns, source.stage);
+    issue_grad_query(columns, source.stage, Flag<true>());
     wgmma_wait<0>();
     release(shared.ds_empty(source.stage));
     if (PERSISTENT) release(shared.kv_empty());
@@ -604,10 +695,18 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
+#if PAIRED
+#define CLUSTER_OF_BLOCKS __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTER_OF_BLOCKS
+#endif
+extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash_backward(
     const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
     const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap grad_out_map,
     const __grid_constant__ TensorMap grad_key_map, const __grid_constant__ TensorMap grad_value_map,
+#if FLOAT_MASK
+    const __grid_constant__ TensorMap mask_map,
+#endif
     const __grid_constant__ BackwardParams params) {
   // The swizzle counts from multiples of 1024 bytes.
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -624,15 +723,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.
     for (int stage = 0; stage < Q_STAGES; ++stage) {
       barrier_init(shared.q_full(stage), 2 + MASKED);
-      barrier_init(shared.q_empty(stage), 4 * CONSUMERS);
+      barrier_init(shared.q_empty(stage), 4 * CONSUMERS * BLOCKS_OF_CLUSTER);
     }
     for (int stage = 0; stage < DO_STAGES; ++stage) {
       barrier_init(shared.do_full(stage), 1);
-      barrier_init(shared.do_empty(stage), 4 * CONSUMERS);
+      barrier_init(shared.do_empty(stage), 4 * CONSUMERS * BLOCKS_OF_CLUSTER);
     }
     for (int warpgroup = 0; warpgroup < CONSUMERS; ++warpgroup) {
       barrier_init(shared.staged(warpgroup), 4);
       barrier_init(shared.sent(warpgroup), 1);
+    }
+    for (int stage = 0; stage < VALUES_STAGES; ++stage) {
+      barrier_init(shared.values_full(stage), 1);
+      barrier_init(shared.values_empty(stage), 4 * CONSUMERS);
     }
     barrier_init(shared.kv_empty(), 4 * CONSUMERS);
     barrier_init(shared.grads_staged(), 4 * CONSUMERS);
@@ -647,13 +750,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     }
     barrier_init_fence();
   }
-  __syncthreads();
+  if (PAIRED)
+    cluster_sync();
+  else
+    __syncthreads();
   const int number = PERSISTENT ? 0 : block_number(shared.ticket, params);
   if (FUSED && !PERSISTENT) {
     const Item item = item_at(number, params);
-    if (item.kind != COMPUTE)
-      return do_item<CONSUMERS + 1>(item, uniform(threadIdx.x / 128), threadIdx.x == 0, params,
-                                    [] { __syncthreads(); });
+    if (item.kind != COMPUTE) {
+      const int warpgroup = uniform(threadIdx.x / 128) + rank_in_pair() * (CONSUMERS + 1);
+      do_item<BLOCKS_OF_CLUSTER*(CONSUMERS + 1)>(item, warpgroup, threadIdx.x == 0, params, [] { __syncthreads(); });
+      if (PAIRED) cluster_sync();  // the other block has read the ticket
+      return;
+    }
   }
   // The list of packed sequences has room for other lengths.
   if (PACKED && work_of(item_at(number, params), params).keys(params) == 0) return;
@@ -677,6 +786,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     }
     if (PERSISTENT && threadIdx.x == 96)
       exchange_keys(key_map, value_map, grad_key_map, grad_value_map, params, shared);
+#if FLOAT_MASK
+    if (threadIdx.x == 96) load_values(mask_map, work_of(item_at(number, params), params), params, shared);
+#endif
   } else {
     registers_claim<CONSUMER_REGISTERS>();
     Progress progress;
@@ -689,4 +801,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
                              [] { named_sync(ALL_CONSUMERS, 128 * CONSUMERS); });
         });
   }
+  // Nobody leaves while the other block may still arrive on barriers here.
+  if (PAIRED) cluster_sync();
 }

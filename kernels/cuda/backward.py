@@ -46,6 +46,8 @@ _MAX_BLOCKS = 2**31 - 1
 _COUNTERS_BYTES = 128  # of the fused kernel: those of its items; a number for each key head follows
 _MAX_FUSED_CHUNKS = 1 << 17  # of all query heads; what counts them stays allocated
 _CHUNK_ROWS = 512  # queries that one item of the fused kernel prepares or finishes
+_FEW_ROWS = 256  # so few queries of a key head are computed faster than their kernels are launched
+_MANY_ROWS = 4096  # a call with so many has one kernel, where there is one
 
 
 class QueryMask(ctypes.Structure):
@@ -103,6 +105,8 @@ class BackwardParams(ctypes.Structure):
         ("dropout", dropout.DropoutParams),  # zeros without dropout
         ("kept", ctypes.c_float),  # 1 - dropout_p
         ("unused", ctypes.c_int32),
+        ("logsumexp_low", ctypes.c_void_p),  # of float masks: what rounding cut off logsumexp
+        ("delta", ctypes.c_void_p),  # likewise: to be written for the mask's gradient, or null
         # Of packed sequences alone (``varlen.py``).
         ("entries", ctypes.c_void_p),  # int32 [q_slots + k_tiles, 8], the tiles of queries and of keys
         ("grad_key", ctypes.c_void_p),
@@ -117,14 +121,16 @@ class BackwardParams(ctypes.Structure):
 
 # Written at once, which is faster than field by field: tensor maps, and the first fields of BackwardParams.
 _MAP_ADDRESSES = struct.Struct("@6P")
+_FLOAT_MASK_MAP_ADDRESSES = struct.Struct("@7P")
 _ADDRESSES = struct.Struct("@8P")
 
 
 class Specialisation(NamedTuple):
     """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
 
-    is_masked: there is a bool mask. The binary then holds the kernels that read it too, and with has_dropout the one
-    that writes random keys. is_packed: sequences follow each other in one tensor (``varlen.py``).
+    is_masked: there is a mask, is_float_mask: of query's dtype, not of bools, mask_per_key: the same for all queries.
+    The binary then holds the kernels that read it too, and with has_dropout the one that writes random keys. is_packed:
+    sequences follow each other in one tensor (``varlen.py``).
     """
 
     head_dim: int
@@ -136,6 +142,8 @@ class Specialisation(NamedTuple):
     is_masked: bool = False
     has_dropout: bool = False
     is_packed: bool = False
+    is_float_mask: bool = False
+    mask_per_key: bool = False
 
     @property
     def defines(self) -> dict[str, int]:
@@ -157,8 +165,14 @@ class Specialisation(NamedTuple):
             "FUSED": int(tile.fused),
             "UNSTAGED": int(tile.unstaged),
             "PAIRED": int(tile.paired),
+            "DIRECT": int(tile.direct),
+            "SKIP_HIDDEN": int(tile.skip_hidden),
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
+            "FLOAT_MASK": int(self.is_float_mask),
+            "MASK_PER_KEY": int(self.mask_per_key),
+            "MASK_ROWS": tile.mask_rows if not self.mask_per_key else tile.step_m,
+            "MASK_STAGES": tile.mask_stages,
             "DROPOUT": int(self.has_dropout),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),
@@ -173,11 +187,15 @@ class Specialisation(NamedTuple):
         queries = tile.block_m * (tile.q_stages * (padded * 2 + 8) + tile.do_stages * padded_v * 2)
         if self.is_masked:
             queries += tile.q_stages * tile.block_m * tile.block_n // 8
+        if self.is_float_mask:
+            queries += tile.q_stages * tile.block_m * 8
+            rows = 8 if self.mask_per_key else tile.mask_rows  # one, where the swizzle begins anew
+            queries += tile.mask_stages * rows * tile.block_n * 2
         if self.has_dropout:
             queries += tile.q_stages * tile.block_m * 4 + tile.block_n * 8
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
         # P on its way to the other warpgroup, or the query's gradient on its way to global memory; both are float32.
-        if tile.paired:  # halves of grad_out, and the other block's keys and dS
+        if tile.paired and self.is_wide:  # halves of grad_out, and the other block's keys and dS
             queries = tile.block_m * (tile.q_stages * (padded * 2 + 8) + 3 * padded_v)
             keys += tile.block_n * padded
             grads *= 2
@@ -250,12 +268,14 @@ def specialise(
     has_dropout: bool = False,
     is_packed: bool = False,
     can_fuse: bool = True,
+    is_float_mask: bool = False,
+    mask_per_key: bool = False,
 ) -> Specialisation:
     """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256.
 
-    query_rows: how many queries a key head has, those of all its query heads together. is_masked: with a bool mask,
-    has_dropout: with dropout, is_packed: of packed sequences, all for head dimensions up to 128. can_fuse: one kernel
-    may do all.
+    query_rows: how many queries a key head has, those of all its query heads together. is_masked: with a mask (of
+    query's dtype where is_float_mask, the same for all queries where mask_per_key), has_dropout: with dropout,
+    is_packed: of packed sequences, all for head dimensions up to 128. can_fuse: one kernel may do all.
     """
     padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
     if padded_v > 64:
@@ -270,21 +290,57 @@ def specialise(
         tile = dataclasses.replace(tile, delta_first=False, persistent=False)
     if is_packed:
         tile = dataclasses.replace(tile, persistent=False)
+    if is_float_mask:
+        tile = tiles.with_float_mask(tile)
     is_bf16 = dtype == torch.bfloat16
-    return Specialisation(padded, padded_v, is_causal, is_bf16, deterministic, tile, is_masked, has_dropout, is_packed)
+    return Specialisation(
+        padded, padded_v, is_causal, is_bf16, deterministic, tile, is_masked, has_dropout, is_packed, is_float_mask,
+        mask_per_key,
+    )  # fmt: skip
 
 
 def specialise_dense(
     head_dim: int, head_dim_v: int, dtype: torch.dtype, is_causal: bool, deterministic: bool,
     batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int, num_sms: int,
 ) -> Specialisation:  # fmt: skip
-    """The specialisation that runs a call without mask and dropout, on a GPU with so many multiprocessors."""
-    sizes = head_dim, head_dim_v, dtype, is_causal, deterministic, seqlen_q * (heads // kv_heads)
-    spec = specialise(*sizes)
+    """The specialisation that runs a call without mask and dropout, on a GPU with so many multiprocessors.
+
+    Of a small call, which takes as long as its launches take the CPU, one kernel saves two of them.
+    """
+    query_rows, key_heads = seqlen_q * (heads // kv_heads), batch * kv_heads
+    sizes = head_dim, head_dim_v, dtype, is_causal, deterministic
+    spec = specialise(*sizes, query_rows)
+    if query_rows <= _FEW_ROWS:
+        many = specialise(*sizes, _MANY_ROWS)
+        fused = next((one for one in (spec, many) if one.tile.fused and not one.tile.paired), None)
+        if fused is not None:
+            blocks = math.ceil(seqlen_k / fused.tile.block_n) * key_heads
+            if 4 * blocks <= num_sms and _most_slots(fused, key_heads) >= 3:
+                return fused
     few_chunks = batch * heads * (1 + seqlen_q // _CHUNK_ROWS) <= _MAX_FUSED_CHUNKS
-    if spec.tile.fused and not (few_chunks and _saves_sums(spec, batch * kv_heads, seqlen_k, num_sms)):
-        return specialise(*sizes, can_fuse=False)
+    if spec.tile.fused and not (few_chunks and _saves_sums(spec, key_heads, seqlen_k, num_sms)):
+        return specialise(*sizes, query_rows, can_fuse=False)
     return spec
+
+
+def _heads_per_group(
+    key_heads: int, head_bytes: int, blocks: int, is_causal: bool, is_masked: bool, deterministic: bool, num_sms: int
+) -> int:
+    """How many key heads, of `key_heads` counted over the batch, take turns in the list of tiles of keys.
+
+    head_bytes: of the queries of one, with all that is read and added beside them; blocks: that one has. As many as L2
+    holds, but enough for a wave of blocks, or two where the first blocks of a head have more to do than its last ones,
+    which then fill up what the others leave. The last group must be so large above all, so up to twice as many where
+    that leaves fewer out of it.
+    """
+    wave = round(2 * num_sms / blocks) if is_causal or is_masked else math.ceil(num_sms / blocks)
+    most = max(_L2_BYTES // head_bytes, wave, 1)
+    if deterministic and is_causal:
+        # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
+        most = max(most, math.ceil(num_sms / 3))
+    if key_heads <= most:
+        return key_heads
+    return min(range(most, min(2 * most, key_heads) + 1), key=lambda size: -key_heads % size / size)
 
 
 def _heads_in_work(spec: Specialisation, key_heads: int, seqlen_k: int, num_sms: int) -> int:
@@ -320,10 +376,16 @@ def sums_fit(query: torch.Tensor, key: torch.Tensor) -> bool:
 
 
 def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> bool:
-    """Is there a kernel for the call's mask and dropout, if it has any?"""
-    if mask is None and dropout_p == 0.0:
-        return True
+    """Is there a kernel for the call's head dimensions, with its mask and dropout if it has any?
+
+    The forward has one for larger head dimensions.
+    """
     largest = max(query.size(3), value.size(3))
+    if mask is None and dropout_p == 0.0:
+        return largest <= MAX_HEAD_DIM
+    if mask is not None and mask.dtype != torch.bool:
+        fits = mask.dtype == query.dtype and forward.takes_mask(query, mask)
+        return fits and largest <= MAX_EXTRAS_HEAD_DIM and dropout_p == 0.0 and not deterministic
     if deterministic and mask is not None:
         # A mask's lists and the order of blocks together are more than the storing threads have registers for, unless
         # the consumers have some to spare; and dropout leaves them none.
@@ -334,13 +396,17 @@ def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> boo
 def batches_at_a_time(query, key, mask, dropout_p: float) -> int:
     """How many batches of a call with a mask may be computed at a time, so that it takes no more memory than PyTorch's.
 
-    PyTorch's kernel for masks has no float32 sums of the query's gradient, but at its peak as many bytes as the mask
-    has elements (measured), and keys and values repeated for the query heads that share them. 0 where the sums of a
-    single batch are more than that.
+    PyTorch's kernel for masks has at its peak as many bytes as a bool mask has elements beside what it has without one
+    (measured), and keys and values repeated for the query heads that share them. 0 where the sums of the query's
+    gradient of a single batch are more than that. A float mask it takes as it is; there it has float32 sums itself.
     """
     batch, heads, seqlen_q, head_dim = query.shape
     sums = 4 * heads * _round_up(seqlen_q, 128) * _round_up(head_dim, 16)
     in_memory = math.prod(size for size, stride in zip(mask.shape, mask.stride(), strict=True) if stride)
+    if mask.dtype != torch.bool:
+        # Bits, rows and entries of lists are a seventh of its elements at most.
+        most = min((4 * batch * heads * seqlen_q * head_dim - in_memory // 7) // sums, batch)
+        return math.ceil(batch / math.ceil(batch / most)) if most > 0 else 0
     repeated = 0 if heads == key.size(1) else 4 * key.size(2) * head_dim * heads * batch
     # An eighth of it is what the lists' own bits take.
     most = min((7 * in_memory // 8 + repeated) // sums, batch)
@@ -358,15 +424,16 @@ def _refusal(
     refusal = forward._refusal(query, key, value, mask, is_causal, softmax_scale, 0.0)
     if refusal:
         return refusal
-    if mask is not None and mask.dtype != torch.bool:
-        return "the Hopper backward takes bool masks alone"
     if query.size(3) > MAX_HEAD_DIM or value.size(3) > MAX_HEAD_DIM:
         return f"the Hopper backward has no head_dim {query.size(3)} with value head_dim {value.size(3)}"
     if not extras_fit(query, value, mask, dropout_p, deterministic):
         return f"the Hopper backward does not take this mask or dropout with a head_dim of {query.size(3)}"
     if not suits(query, key, value, out, grad_out):
         return "the copy engine cannot walk tensors with such strides"
-    if logsumexp.dtype != torch.float32 or not logsumexp.is_contiguous():
+    in_parts = mask is not None and mask.dtype != torch.bool
+    if len(logsumexp.shape) != 3 + in_parts:
+        return "the Hopper backward needs a logsumexp in two parts with a float mask, in one without"
+    if logsumexp.dtype != torch.float32 or not (logsumexp[0] if in_parts else logsumexp).is_contiguous():
         return "the Hopper backward needs a contiguous float32 logsumexp"
     return ""
 
@@ -387,9 +454,11 @@ class Plan:
         "_device_index",
         "_dropout",
         "_frames",
-        "_functions",
+        "_is_fused",
+        "_launched",
         "_maps",
         "_mask",
+        "_mask_map",
         "_params",
         "_semaphores_at",
         "_statistics_in_gradient",
@@ -413,11 +482,14 @@ class Plan:
         index = self._device_index = query.device.index
         query_rows = seqlen_q * (heads // kv_heads)
         is_masked, has_dropout = mask is not None, dropout_p > 0.0
+        scores_shape = batch, heads, seqlen_q, seqlen_k
+        is_float_mask = mask is not None and mask.dtype != torch.bool
+        mask_per_key = is_float_mask and masks.strides_of(mask, scores_shape)[2] == 0
         _, num_sms = forward._device(index)
         if is_masked or has_dropout or grad_query is None:
             spec = specialise(
                 head_dim, head_dim_v, query.dtype, is_causal, deterministic, query_rows, is_masked, has_dropout,
-                can_fuse=False,
+                can_fuse=False, is_float_mask=is_float_mask, mask_per_key=mask_per_key,
             )  # fmt: skip
         else:
             spec = specialise_dense(
@@ -431,6 +503,8 @@ class Plan:
         cluster = spec.blocks_of_cluster
         q_tiles, k_tiles = math.ceil(seqlen_q / tile.block_m), math.ceil(seqlen_k / (tile.block_n * cluster))
         all_q_tiles, blocks = q_tiles * batch * heads, k_tiles * batch * kv_heads
+        if tile.direct and q_tiles > tile.block_n // tile.block_m * spec.head_dim // 2:
+            raise KernelUnavailable(f"the first queries have no room for the statistics of {seqlen_q}")
         chunk_tiles = max(1, _CHUNK_ROWS // tile.block_m)
         chunks = math.ceil(q_tiles * (heads // kv_heads) / chunk_tiles)
         if tile.fused:
@@ -440,21 +514,30 @@ class Plan:
             raise KernelUnavailable(f"{max(all_q_tiles, blocks)} tiles are more than 32 bits count")
         # One allocation: statistics, sums, semaphores, each at a multiple of 16 bytes. The query's gradient, which the
         # last kernel writes when nobody needs the statistics any more, holds them where it is large enough.
-        statistics = all_q_tiles * (2 + has_dropout) * tile.block_m
+        # `direct` writes that gradient meanwhile; there, the first queries leave room among the sums.
+        statistics = 0 if tile.direct else all_q_tiles * (2 + has_dropout + 2 * is_float_mask) * tile.block_m
         self._statistics_in_gradient = (
-            grad_query is not None and not tile.fused and 4 * statistics <= _dense_bytes(grad_query)
+            grad_query is not None
+            and not (tile.fused or tile.direct)
+            and 4 * statistics <= _dense_bytes(grad_query)
         )
         try:
             binary = spec.compile()
-            self._functions = [
-                ctypes.c_void_p(driver.load_function(binary, entry, index, spec.shared_bytes if entry == MAIN else 0))
-                for entry in spec.launched
-            ]
-            scores_shape = batch, heads, seqlen_q, seqlen_k
-            self._mask = self._dropout = None
+            self._launched = []
+            for entry in spec.launched:
+                shared_bytes = spec.shared_bytes if entry == MAIN else 0
+                function = ctypes.c_void_p(driver.load_function(binary, entry, index, shared_bytes))
+                self._launched.append((entry, function))
+            self._mask = self._mask_map = self._dropout = None
             if mask is not None:
                 makers = [ctypes.c_void_p(driver.load_function(binary, entry, index, 0)) for entry in masks.BIT_ENTRIES]
                 self._mask = masks.QueryLists(makers, mask, scores_shape, tile)
+            if is_float_mask:
+                own = mask[masks.unexpanded(masks.strides_of(mask, scores_shape))]
+                rows_at_once = 1 if mask_per_key else tile.mask_rows
+                self._mask_map = driver.TensorMaps(
+                    own.dtype, own.shape, own.stride(), rows_at_once, own.data_ptr(), index
+                )  # fmt: skip
             if has_dropout:
                 maker = ctypes.c_void_p(driver.load_function(binary, dropout.ENTRY, index, 0))
                 self._dropout = dropout.Keys(maker, batch * heads, seqlen_q, seqlen_k, query.device)
@@ -471,23 +554,23 @@ class Plan:
                 for dim, what in enumerate(("batch", "head", "row")):
                     strides[f"{name}_stride_{what}"] = tensor.stride(dim)
         head_bytes = query_rows * (head_dim * 6 + head_dim_v * 2)
-        # Enough for a wave of blocks, however large.
-        heads_per_group = max(_L2_BYTES // head_bytes, math.ceil(num_sms / (k_tiles * cluster)))
-        if deterministic and is_causal:
-            # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
-            heads_per_group = max(heads_per_group, math.ceil(num_sms / 3))
-        heads_per_group = min(heads_per_group, batch * kv_heads)
+        heads_per_group = _heads_per_group(
+            batch * kv_heads, head_bytes, k_tiles * cluster, is_causal, is_masked, deterministic, num_sms
+        )
         slots = batch * kv_heads
         if tile.fused:
             heads_per_group = _heads_in_work(spec, batch * kv_heads, seqlen_k, num_sms)
             most = _most_slots(spec, batch * kv_heads)
-            if most >= 3 * heads_per_group:  # with fewer, heads would wait for themselves
+            if most >= 3:  # with fewer than three groups, heads would wait for themselves
+                heads_per_group = min(heads_per_group, most // 3)
                 slots = most
-            if tile.paired:  # four groups: one prepares, one computes, one finishes, one has finished
+            if tile.paired and spec.is_wide:  # four groups: one prepares, one computes, one finishes, one has finished
                 slots = min(slots, 4 * heads_per_group)
-        self._sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 32)
-        self._semaphores_at = self._sums_at + slots * heads // kv_heads * q_tiles * tile.block_m * spec.head_dim
-        self._workspace_floats = self._semaphores_at + (all_q_tiles * tile.num_warpgroups if deterministic else 0)
+        sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 32)
+        semaphores_at = sums_at + slots * heads // kv_heads * q_tiles * tile.block_m * spec.head_dim
+        self._workspace_floats = semaphores_at + (all_q_tiles * tile.num_warpgroups if deterministic else 0)
+        self._sums_at, self._semaphores_at = 4 * sums_at, 4 * semaphores_at
+        self._is_fused = tile.fused
         of_dropout = dropout.params_of(dropout_p) if has_dropout else dropout.DropoutParams()
         self._params = BackwardParams(
             **strides,
@@ -526,61 +609,84 @@ class Plan:
         self._frames: list[driver.Frame] = []
 
     def __call__(
-        self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask=None, seed=None
-    ) -> None:
-        """Launch on the current stream of the tensors' device."""
+        self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask=None, seed=None,
+        delta=None, made: list[masks.QueryListsMade] | None = None,
+    ) -> None:  # fmt: skip
+        """Launch on the current stream of the tensors' device. made: see `backward`.
+
+        Raises KernelUnavailable, and launches nothing, where an address is no multiple of 16 bytes.
+        """
         index = self._device_index
         if driver.current_device() != index:
             with torch.cuda.device(index):
-                return self(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed)
+                return self(
+                    query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed, delta,
+                    made,
+                )  # fmt: skip
+        query_at, key_at, value_at, out_at = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+        logsumexp_at, grad_out_at = logsumexp.data_ptr(), grad_out.data_ptr()
+        grad_query_at = 0 if grad_query is None else grad_query.data_ptr()
+        if (query_at | key_at | value_at | out_at | grad_out_at) & 15:
+            raise KernelUnavailable("the Hopper kernels need addresses that are multiples of 16 bytes")
         workspace = _allocate(query, self._workspace_floats)
-        start, grad_out_pointer = workspace.data_ptr(), grad_out.data_ptr()
+        start = workspace.data_ptr()
         query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map = self._maps
         # These stay referenced until the driver has copied them.
         maps = (
-            query_map.get(query.data_ptr()),
-            key_map.get(key.data_ptr()),
-            value_map.get(value.data_ptr()),
-            grad_out_map.get(grad_out_pointer),
+            query_map.get(query_at),
+            key_map.get(key_at),
+            value_map.get(value_at),
+            grad_out_map.get(grad_out_at),
             grad_key_map.get(grad_key.data_ptr()),
             grad_value_map.get(grad_value.data_ptr()),
         )
+        addresses = _MAP_ADDRESSES
+        if self._mask_map is not None:
+            maps += (self._mask_map.get(mask.data_ptr()),)
+            addresses = _FLOAT_MASK_MAP_ADDRESSES
         try:
             frame = self._frames.pop()
         except IndexError:
             frame = driver.Frame(self._configs, self._params, len(maps))
         params = frame.params
-        _MAP_ADDRESSES.pack_into(frame.pointers, 0, *[address for address, _ in maps])
-        grad_query_pointer = 0 if grad_query is None else grad_query.data_ptr()
+        addresses.pack_into(frame.pointers, 0, *[address for address, _ in maps])
         stream = driver.current_stream(index)
         counters = driver.counters(index, stream, self._counter_bytes) if self._counter_bytes else 0
-        semaphores = counters + _COUNTERS_BYTES if self.specialisation.tile.fused else start + 4 * self._semaphores_at
         _ADDRESSES.pack_into(
-            params, 0, out.data_ptr(), grad_out_pointer, logsumexp.data_ptr(), grad_query_pointer,
-            grad_query_pointer if self._statistics_in_gradient else start,
-            start + 4 * self._sums_at, semaphores, counters,
+            params, 0, out_at, grad_out_at, logsumexp_at, grad_query_at,
+            grad_query_at if self._statistics_in_gradient else start, start + self._sums_at,
+            counters + _COUNTERS_BYTES if self._is_fused else start + self._semaphores_at, counters,
         )  # fmt: skip
         if self._mask is not None:
-            lists = self._mask.make(mask, index, stream)
+            lists = made[0] if made else self._mask.make(mask, index, stream)
+            if made is not None and not made:
+                made.append(lists)
             params.mask.bits, params.mask.lists = lists.bits, lists.lists
+        if self._mask_map is not None:
+            params.logsumexp_low = logsumexp_at + 4 * logsumexp.stride(0)
+            params.delta = None if delta is None else delta.data_ptr()
         if self._dropout is not None:
             table = self._dropout.make(seed, index, stream)
             params.dropout.keys = table.data_ptr()
-        entries = self.specialisation.launched if grad_query is not None else (PREPARE, MAIN)
-        for entry, function, config in zip(entries, self._functions, frame.configs, strict=False):
-            arguments = frame.arguments if entry == MAIN else frame.only_params
+        arguments, only_params = frame.arguments, frame.only_params
+        first = True
+        for (entry, function), config in zip(self._launched, frame.configs, strict=False):
+            if entry == FINISH and grad_query is None:
+                break
             launch_counts[entry] += 1
             try:
-                driver.launch(config, function, arguments, index, stream)
+                driver.launch(config, function, arguments if entry == MAIN else only_params, index, stream)
             except driver.DriverError as error:
-                if error.is_refusal and entry == entries[0]:
+                if error.is_refusal and first:
                     raise KernelUnavailable(f"{entry}: {error}") from error
                 raise
+            first = False
         self._frames.append(frame)
 
 
 def _allocate(like: torch.Tensor, floats: int) -> torch.Tensor:
-    return _torch.empty_float32(like, (floats,), (1,))
+    """float32 memory on the current device, which is that of `like`."""
+    return _torch.empty_here(floats, torch.float32, like.device)
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
@@ -618,17 +724,21 @@ _plans: dict[tuple, Plan | KernelUnavailable] = {}
 
 def backward(
     grad_out, query, key, value, out, logsumexp, is_causal, softmax_scale, grad_query, grad_key, grad_value,
-    deterministic, mask=None, dropout_p=0.0, dropout_seed=None,
+    deterministic, mask=None, dropout_p=0.0, dropout_seed=None, delta=None,
+    made: list[masks.QueryListsMade] | None = None,
 ) -> Plan:  # fmt: skip
     """Fill grad_query (unless None), grad_key and grad_value, of their tensors' shapes, the last dimension dense.
 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], out and grad_out
     [B, H, seqlen_q, Dv], ``aligned`` and ``walkable``; float16 or bfloat16, all sizes positive, D and Dv multiples of 8
     up to 256, softmax_scale finite and positive. logsumexp float32 [B, H, at least seqlen_q], contiguous, natural
-    logarithm, -inf for a row that sees no key. deterministic: bit by bit the same result for the same call. mask bool
-    [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1] with any strides, not together with is_causal.
-    dropout_seed int64 [1] where dropout_p is positive; out is that of the same dropout. Both
-    where ``extras_fit``. Raises KernelUnavailable before any launch of the three kernels.
+    logarithm, -inf for a row that sees no key; with a float mask [2, B, H, as many], value and what rounding cut off
+    it. deterministic: bit by bit the same result for the same call. mask bool [B or 1, H or 1, seqlen_q or 1, seqlen_k
+    or 1] with any strides or of query's dtype and ``forward.takes_mask``, not together with is_causal. dropout_seed
+    int64 [1] where dropout_p is positive; out is that of the same dropout. Both where ``extras_fit``. delta, float32 of
+    logsumexp's shape in one part: to be filled with rowsum(grad_out * out), with a float mask alone. made: a list,
+    empty in the first of some calls with the same mask and sizes but for the batch, which keeps the mask's lists for
+    the others. Raises KernelUnavailable before any launch of the three kernels.
     """
     tensors = query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value
     key_of_plan = (
@@ -648,7 +758,7 @@ def backward(
         _plans[key_of_plan] = found
     if isinstance(found, KernelUnavailable):
         raise KernelUnavailable(str(found))
-    found(*tensors, mask, dropout_seed)
+    found(*tensors, mask, dropout_seed, delta, made)
     return found
 
 
@@ -668,8 +778,11 @@ class Repeat:
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of query, key, value and mask, None for those not asked for, the mask's too.
 
-        mask and seed where the first call had them.
+        mask and seed where the first call had them. Raises KernelUnavailable before any launch where an address is no
+        multiple of 16 bytes.
         """
+        if mask is not None and mask.data_ptr() & 15:
+            raise KernelUnavailable("this mask is to be read in other pieces")
         empty = _torch.allocator(query)
         of_query, of_key, of_value = self._grads
         grad_query = None if of_query is None else empty(*of_query)

@@ -91,13 +91,6 @@ __device__ __forceinline__ uint32_t load_word(const uint32_t* address) {
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(word) : "l"(address));
   return word;
 }
-// As load_matrices, each 8x8 matrix transposed.
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(address)
-               : "memory");
-}
 // Where the 16 bytes number `chunk` of row `row` of a tile lie.
 __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int row, int chunk) {
   return tile + chunk / 8 * BOX_BYTES + row * BOX_ROW_BYTES + ((chunk % 8) ^ (row % 8)) * 16;

@@ -1,7 +1,7 @@
 """The host side of the Hopper decoding kernel, ``decode.cu``: which calls are its, what to compile, how to launch it.
 
-May import torch, ``nvrtc.py``, ``driver.py`` and this folder. Imported by ``forward.py``, whose plans
-are of two kinds, and by the warm-up.
+May import torch, ``nvrtc.py``, ``driver.py``, ``batch_invariance.py`` and this folder. Imported by ``forward.py``,
+whose plans are of two kinds, and by the warm-up.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ... import driver, nvrtc
+from ...batch_invariance import planned_batch
 from .. import KernelUnavailable, launch_counts
 from . import decode_tiles
 from .decode_tiles import DecodeTile
@@ -110,7 +111,7 @@ def takes(batch: int, kv_heads: int, seqlen_q: int, seqlen_k: int, queries_per_k
     """
     few = seqlen_q <= MAX_QUERIES and seqlen_q * queries_per_kv <= decode_tiles.MAX_ROWS
     fits = few and not is_causal and max(batch, kv_heads) <= _MAX_GRID_YZ
-    return fits and decode_tiles.pays(batch * kv_heads, seqlen_k)
+    return fits and decode_tiles.pays(planned_batch(batch) * kv_heads, seqlen_k)
 
 
 def suits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> bool:
@@ -164,8 +165,9 @@ class DecodePlan:
         kv_heads = key.size(1)
         group = heads // kv_heads
         chosen = chosen or specialise(
-            head_dim, head_dim_v, query.dtype, units=batch * kv_heads, rows=seqlen_q * group, seqlen_k=seqlen_k
-        )
+            head_dim, head_dim_v, query.dtype, units=planned_batch(batch) * kv_heads, rows=seqlen_q * group,
+            seqlen_k=seqlen_k,
+        )  # fmt: skip
         spec = chosen.specialisation
         try:
             self._function = ctypes.c_void_p(driver.load_function(spec.compile(), ENTRY, index, spec.shared_bytes))

@@ -13,8 +13,8 @@ SPLITS = (8, 4, 2, 1)
 """Blocks of a cluster, of which CUDA guarantees 8."""
 BLOCKS = 64
 """Of a launch. Each reads 65 GB/s at most, so that fewer leave memory idle; more cost more to merge."""
-MAX_KEYS_OF_WHOLE_UNITS = 2048
-"""Where no unit is split, Triton's kernel is as fast with more keys than these."""
+MAX_KEYS = {BLOCKS // 2: 8192, BLOCKS: 2048}
+"""Where a unit is split in two, or not at all, Triton's kernel is as fast with more keys than these."""
 SHARED_MEMORY = 227 << 10
 _MOST_STAGES = 24
 _MOST_OF_TWO, _MOST_OF_ONE = 110 << 10, 216 << 10
@@ -84,7 +84,7 @@ def splits_for(units: int, key_tiles: int) -> int:
 def pays(units: int, seqlen_k: int) -> bool:
     """Is the kernel faster than Triton's? Measured; NOTES.md has the figures.
 
-    With 8 to 32 units that fill BLOCKS evenly, and with BLOCKS units of few keys. Numbers of units between these leave
-    up to half of the blocks away.
+    With 8 or 16 units, and with half of BLOCKS or BLOCKS units of few keys. Numbers of units between these leave up to
+    half of the blocks away.
     """
-    return units in (8, 16, 32) or (units == BLOCKS and seqlen_k <= MAX_KEYS_OF_WHOLE_UNITS)
+    return units in (8, 16) or seqlen_k <= MAX_KEYS.get(units, 0)

@@ -229,10 +229,16 @@ class BackwardTile:
     block for each multiprocessor, which does one tile of keys after the other. unstaged: consumers add their shares of
     the query's gradient from registers.
 
+    skip_hidden: the second warpgroup passes a tile on the diagonal that sees none of its keys.
+
+    direct: the block of a causal call's first keys writes the gradients of the queries that see no others.
+
     fused: one kernel prepares, computes and finishes, part by part.
 
-    Of the kernel for larger ones, with a head_dim above 192: paired: two blocks share the query's gradient of the keys
-    of both, and load query and grad_out tiles once for both; do_stages does not count.
+    mask_rows, mask_stages: queries of a tile of a float mask, and such tiles in flight.
+
+    paired: two blocks load query and grad_out tiles once for both. Of the kernel for larger ones, with a head_dim above
+    192, they share the query's gradient of the keys of both too, and do_stages does not count.
     """
 
     block_m: int
@@ -248,6 +254,10 @@ class BackwardTile:
     fused: bool = False
     unstaged: bool = False
     paired: bool = False
+    mask_rows: int = 32
+    mask_stages: int = 3
+    direct: bool = False
+    skip_hidden: bool = False
 
     @property
     def num_warpgroups(self) -> int:
@@ -273,8 +283,11 @@ def choose_backward(
         return usual
     if head_dim == 256 and query_rows >= (4096 if is_causal else 1024):
         return replace(usual, ds_stages=1, fused=True, paired=True)
+    if head_dim == 256:
+        return replace(usual, direct=is_causal)
     if head_dim == 128 and is_causal:
-        return replace(usual, persistent=query_rows < 8192, unstaged=query_rows >= 8192)
+        is_short = query_rows < 8192
+        return replace(usual, persistent=is_short, direct=is_short, skip_hidden=is_short, unstaged=not is_short)
     if head_dim == 128 and query_rows >= 4096:
         return replace(usual, fused=True)
     if head_dim == 64 and query_rows < 8192:
@@ -297,6 +310,11 @@ def choose_backward_usual(
     if max(head_dim, head_dim_v) <= 64:
         return BackwardTile(128, 128, 64, q_stages=3, keys_in_registers=True, persistent=persistent)
     return BackwardTile(64, 128, 64, q_stages=3, turns=True, delta_first=True, persistent=persistent)
+
+
+def with_float_mask(tile: BackwardTile) -> BackwardTile:
+    """The same with room for a float mask: its tiles take the place of one of query's."""
+    return replace(tile, q_stages=2, persistent=False)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Packed sequences of different lengths on the Hopper kernels, ``forward.cu`` and ``backward.cu``.
 
-May import torch, ``driver.py``, this folder, and the schedule of ``kernels/triton/varlen.py``: a list of tiles that a
-small kernel writes on the GPU, where the lengths are. Imported by ``torch_flashbackend.varlen``. What these do not take
-(see ``takes`` and ``takes_backward``) is Triton's.
+May import torch, ``driver.py``, ``batch_invariance.py``, this folder, and the schedule of ``kernels/triton/varlen.py``:
+a list of tiles that a small kernel writes on the GPU, where the lengths are. Imported by ``torch_flashbackend.varlen``.
+What these do not take (see ``takes`` and ``takes_backward``) is Triton's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import driver
+from ...batch_invariance import on_change, planned_length
 from .. import KernelUnavailable, launch_counts
 from ..triton.varlen import Extras, Options, _as_rank_4, _PackedCall
 from ..triton.varlen_common import STATISTICS_ALIGNMENT
@@ -38,8 +39,12 @@ from .forward import (
 _MAX_PLANS = 4096
 
 
-def takes(query: Tensor, key: Tensor, value: Tensor, options: Options, extras: Extras) -> bool:
+def takes(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, extras: Extras, longest_k: int | None = None
+) -> bool:
     """Does the Hopper kernel compute this call? Routing for packed sequences, by shapes and types alone.
+
+    longest_k: keys of the longest sequence, where they are known.
 
     query [total_q, H, D], key [total_k, Hkv, D], value [total_k, Hkv, Dv]. Full attention, or causal where queries and
     keys are cut at the same places, which the same tensor for both says: then the diagonal lies as in dense calls.
@@ -53,7 +58,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, options: Options, extras: E
         or extras.seqused_k is not None
         or extras.alibi_slopes is not None
         or extras.sinks is not None
-        or key.size(0) > MAX_SEQLEN_K
+        or (longest_k or key.size(0)) > MAX_SEQLEN_K
     ):
         return False
     if options.window_right == 0 and not _same_lengths(options, extras):
@@ -83,7 +88,7 @@ def specialise(
 ) -> Specialisation:
     """The specialisation for packed tensors of so many keys and sequences: tiles as for their mean length."""
     padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
-    tile = tiles.choose_usual(padded, padded_v, is_causal, max(keys // max(sequences, 1), 1))
+    tile = tiles.choose_usual(padded, padded_v, is_causal, planned_length(max(keys // max(sequences, 1), 1)))
     return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, True, tile, is_packed=True)
 
 
@@ -176,15 +181,15 @@ class Plan:
 
 
 def takes_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, options: Options, extras: Extras,
-                   logsumexp: Tensor) -> bool:  # fmt: skip
+                   logsumexp: Tensor, longest_q: int | None = None, longest_k: int | None = None) -> bool:  # fmt: skip
     """Does the Hopper kernel compute this backward? Not with a head_dim above 128, nor where the bits must repeat."""
     return (
         max(query.size(2), value.size(2)) <= 128
-        and query.size(0) * (query.size(1) // key.size(1)) <= dense_backward.MAX_SUM_ROWS
+        and (longest_q or query.size(0)) * (query.size(1) // key.size(1)) <= dense_backward.MAX_SUM_ROWS
         and not torch.are_deterministic_algorithms_enabled()
         and logsumexp.stride(1) == 1
         and not grad_out.data_ptr() & 15
-        and takes(query, key, value, options, extras)
+        and takes(query, key, value, options, extras, longest_k)
     )
 
 
@@ -364,5 +369,6 @@ def backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, option
     plan(grad_out, query, key, value, extras, *tensors[4:])
 
 
+on_change(_plans.clear)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_plans.clear)

@@ -1,7 +1,7 @@
 """The launch of attention of a few queries over many keys: how the keys are split, what the kernel is compiled for.
 
-May import torch, this folder's kernels and launcher and the plugin's ``_torch.py``. Imported by ``attention.py``, which
-knows when it is this kernel's turn, and by ``kv_cache.py``.
+May import torch, this folder's kernels and launcher and the plugin's ``_torch.py`` and ``batch_invariance.py``.
+Imported by ``attention.py``, which knows when it is this kernel's turn, and by ``kv_cache.py``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from ... import _torch
+from ...batch_invariance import planned_batch
 from . import launch as launches
 from .common import MASK_FLOAT
 from .counters import counters
@@ -185,12 +186,13 @@ class DecodePlan:
             visible = max(1, min(visible, call.seqlen_q + left + right))
         factor = (scale > 0) - (scale < 0)
         pairs = call.batch * call.kv_heads
+        planned_pairs = planned_batch(call.batch) * call.kv_heads
         tiles = decode_tiles(call.family, call.dtype.itemsize, block_d, rows)
         if paged:  # tiles that lie in one page each want one page number
             tiles = tuple(tile for tile in tiles if page % tile.block_n == 0) or tiles
         # In steps of 16, so that a growing cache asks anew for every sixteenth length only.
-        tile, splits = choose(tiles, pairs, rows, -(-visible // 16) * 16, 2 * block_d * call.dtype.itemsize, block_d,
-                              call.multiprocessors)
+        tile, splits = choose(tiles, planned_pairs, rows, -(-visible // 16) * 16, 2 * block_d * call.dtype.itemsize,
+                              block_d, call.multiprocessors)
         splits = max(1, min(options.num_splits or splits, -(-visible // tile.block_n), _MAX_SPLITS))
         self.splits = splits
         block_m = tile.block_m
@@ -198,7 +200,8 @@ class DecodePlan:
         units = pairs * -(-rows // block_m)
         merge = MERGE_NONE.value
         if splits > 1:
-            by_launch = merges_by_launch(units, splits, block_r, block_d, call.multiprocessors)
+            planned_units = planned_pairs * -(-rows // block_m)
+            by_launch = merges_by_launch(planned_units, splits, block_r, block_d, call.multiprocessors)
             merge = MERGE_BY_LAUNCH.value if by_launch else MERGE_BY_LAST.value
         results = units * splits
         self.counters = units if merge == MERGE_BY_LAST.value else 0

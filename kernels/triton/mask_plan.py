@@ -1,7 +1,8 @@
 """When an attn_mask's tiles are listed, how much room the lists take, and the launches that make them.
 
-May import torch and this folder. Imported by ``attention.py``. Everything is decided by shapes: the host never looks at
-the mask's values, so nothing waits and a captured CUDA graph sees the values of each replay.
+May import torch, the plugin's ``batch_invariance.py`` and this folder. Imported by ``attention.py``. Everything is
+decided by shapes: the host never looks at the mask's values, so nothing waits and a captured CUDA graph sees the values
+of each replay.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 
 import torch
 
+from ...batch_invariance import planned_batch
 from . import mask_tiles as kernels
 from .launch import Launch, _current_stream
 from .tiles import Tile
@@ -40,10 +42,12 @@ def worth_listing(query_shape, seqlen_k: int, mask_shape, is_causal: bool = Fals
     skipped.
     """
     batch, heads, seqlen_q, head_dim = query_shape
+    mask_batch, *mask_rest = mask_shape
+    batch, mask_batch = planned_batch(batch), planned_batch(mask_batch)
     if is_causal or mask_shape[3] == 1 or seqlen_k <= TILE:
         return False
     positions = batch * heads * seqlen_q * seqlen_k
-    products = positions / math.prod(mask_shape) * head_dim
+    products = positions / (mask_batch * math.prod(mask_rest)) * head_dim
     return 4 * positions * head_dim >= LEAST_OPERATIONS and products >= LEAST_PRODUCTS
 
 

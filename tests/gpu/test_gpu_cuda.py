@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from hopper_calls import ALIGNED_LAYOUTS, DTYPES, HOPPER_ONLY, draw, usual_head_dims
 
 from common import (
     Call,
@@ -29,20 +30,14 @@ from common import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.cuda_only,
-    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (compute capability 9.0)"),
-]
+pytestmark = HOPPER_ONLY
 RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "1000"))
 CHUNK = 20
-DTYPES = (torch.bfloat16, torch.float16)
-ALIGNED_LAYOUTS = ("bhsd", "bshd", "sbhd", "packed")
 
 
 def forwards(ops):
-    """How often one of the two kernels of the forward was launched."""
-    return sum(ops.launch_counts().get(name, 0) for name in ("flash_forward", "flash_decode"))
+    """How often one of the kernels of the forward was launched."""
+    return sum(ops.launch_counts().get(name, 0) for name in ("flash_forward", "flash_forward_wide", "flash_decode"))
 
 
 @pytest.fixture
@@ -160,26 +155,10 @@ def test_maximum_that_moves_through_the_keys(check_cuda, descending, is_causal):
 def random_hopper_call(seed):
     """A call that the Hopper kernels take: any lengths, GQA, layouts and scales."""
     rng = random.Random(seed)
-    dtype = rng.choice(DTYPES)
-    batch, kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.choice([1, 1, 2, 4])
-
-    def length():
-        return rng.choice([1, 64, 127, 128, 192, 256, 512]) if rng.random() < 0.3 else rng.randint(1, 900)
-
-    seqlen_q = length()
-    seqlen_k = seqlen_q if rng.random() < 0.4 else length()
-    head_dim = rng.choice([64, 64, 128, 128, 128, 8 * rng.randint(1, 32)])
-    head_dim_v = 128 if head_dim == 192 and rng.random() < 0.5 else head_dim
-    layouts = [rng.choice(ALIGNED_LAYOUTS) for _ in range(3)]
-    sizes = [(kv_heads * group, seqlen_q, head_dim), (kv_heads, seqlen_k, head_dim), (kv_heads, seqlen_k, head_dim_v)]
-    tensors = [
-        tensor_in_layout((batch, *size), layout, dtype, "cuda", 4 * seed + index)
-        for index, (size, layout) in enumerate(zip(sizes, layouts))
-    ]
-    return Call(
-        *tensors, is_causal=rng.random() < 0.5, scale=rng.choice([None, None, 0.5, 1.0, 0.01]), enable_gqa=group > 1,
-        note=f"random call {seed} ({', '.join(layouts)})",
-    )  # fmt: skip
+    drawn = draw(rng, seed, usual_head_dims)
+    is_causal = rng.random() < 0.5
+    note = f"random call {seed} ({', '.join(drawn.layouts)})"
+    return drawn.call(rng, [None, None, 0.5, 1.0, 0.01], note, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("first", range(0, RANDOM_CALLS, CHUNK))
@@ -528,7 +507,7 @@ def test_automatic_route_takes_it_where_it_is_faster(plugin, take_everything, no
         note(check(results_of(call, grad_out), expected, None, "training"))
     assert ops.launch_counts()["flash_forward"] == 5
     ops.reset_launch_counts()
-    with torch.inference_mode():  # past the call hook, into the kernel hook
+    with torch.inference_mode():  # past autograd's key
         inputs = [t.clone() for t in (call.query, call.key, call.value)]
         out = F.scaled_dot_product_attention(*inputs, is_causal=True)
     note(check({"out": out.clone()}, expect(call), None, "inference mode"))

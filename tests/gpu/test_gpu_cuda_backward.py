@@ -15,19 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from hopper_calls import ALIGNED_LAYOUTS, DTYPES, HOPPER_ONLY, MANY, draw
 
 from common import Call, check, expect, gradient_for, results_of, simple_call, stock_results, tensor_in_layout
 
 ROOT = Path(__file__).resolve().parents[2]
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.cuda_only,
-    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (compute capability 9.0)"),
-]
+pytestmark = HOPPER_ONLY
 RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "200"))
 CHUNK = 10
-DTYPES = (torch.bfloat16, torch.float16)
-ALIGNED_LAYOUTS = ("bhsd", "bshd", "sbhd", "packed")
 COPIED_LAYOUTS = ("expanded_heads", "unaligned", "odd_strides", "strided_last")  # of grad_out
 KERNELS = ("flash", "cudnn", "math")
 
@@ -49,10 +44,11 @@ FORMS = {
     "persistent fused": {"persistent": True, "fused": True},
     "fused": {"persistent": False, "fused": True},
     "unstaged or paired": {"persistent": False, "fused": False, "unstaged": True, "paired": True},
+    "direct": {"persistent": True, "fused": False, "direct": True, "skip_hidden": True},
 }
 
 
-def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False):
+def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False, direct=False, skip_hidden=False):
     """All calls in the default mode run this form of the kernels, as far as there is one, however few their heads."""
     from torch_flashbackend.kernels.cuda import backward, tiles
 
@@ -70,7 +66,14 @@ def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False)
             return tile
         if paired and head_dim == head_dim_v == 256:
             return dataclasses.replace(tile, fused=True, paired=True, ds_stages=1)
-        return dataclasses.replace(tile, fused=fused, unstaged=unstaged and head_dim == head_dim_v == 128)
+        own = head_dim == head_dim_v
+        return dataclasses.replace(
+            tile,
+            fused=fused,
+            unstaged=unstaged and own and head_dim == 128,
+            direct=direct and own and head_dim in (64, 128, 256) and is_causal and query_rows <= 4096,
+            skip_hidden=skip_hidden and own and head_dim == 128 and is_causal,
+        )
 
     choose_usual.unchanged = usual
     monkeypatch.setattr(tiles, "choose_backward_usual", choose_usual)
@@ -159,6 +162,18 @@ def test_lengths_around_tiles(check_gradients, form, seqlen_q, head_dim):
             check_gradients(call, kernels=("flash", "math"))
 
 
+@pytest.mark.parametrize(("head_dim", "is_causal"), [(64, False), (64, True), (128, False)])
+def test_small_calls_have_one_kernel(check_gradients, head_dim, is_causal):
+    """With fewer sums than heads, and few heads to a group."""
+    from torch_flashbackend import ops
+
+    for heads, seqlen_q, seqlen_k in ((4, 64, 64), (8, 64, 64), (8, 256, 100), (13, 1, 128), (16, 200, 256)):
+        for _ in range(3):
+            check_gradients(simple_call(1, heads, seqlen_q, seqlen_k, head_dim, is_causal=is_causal))
+            counts = {name: n for name, n in ops.launch_counts().items() if name.startswith("flash_backward")}
+            assert counts == {"flash_backward": 1}, (heads, seqlen_q, seqlen_k)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 4096, 4096), (2, 4, 2048, 2048), (1, 2, 1000, 5000), (1, 2, 5000, 1000)])
@@ -208,36 +223,19 @@ def test_scores_far_from_zero(check_gradients, form, head_dim, shift):
         check_gradients(dataclasses.replace(call, query=query, key=key, scale=1.0, is_causal=is_causal))
 
 
-def random_hopper_call(seed):
-    """A call whose backward the Hopper kernels take: any lengths, GQA, layouts and scales."""
-    rng = random.Random(seed)
-    dtype = rng.choice(DTYPES)
-    # Many batches: more tiles of keys than multiprocessors, so persistent blocks do several.
-    batch, kv_heads, group = rng.choice([1, 2, 3, 40]), rng.choice([1, 2, 4]), rng.choice([1, 1, 2, 4])
-
-    longest = 900 if batch < 40 else 300
-
-    def length():
-        return rng.choice([1, 64, 127, 128, 192, 256, 512]) if rng.random() < 0.3 else rng.randint(1, longest)
-
-    seqlen_q = length()
-    seqlen_k = seqlen_q if rng.random() < 0.4 else length()
+def head_dims_of_backward(rng):
+    """Some values of 128 columns beside keys of 192."""
     head_dim = rng.choice([64, 64, 128, 128, 256, 8 * rng.randint(1, 32)])
-    head_dim_v = head_dim
-    if rng.random() < 0.1:
-        head_dim, head_dim_v = 192, 128
-    layouts = [rng.choice(ALIGNED_LAYOUTS) for _ in range(4)]
-    sizes = [(kv_heads * group, seqlen_q, head_dim), (kv_heads, seqlen_k, head_dim), (kv_heads, seqlen_k, head_dim_v),
-             (kv_heads * group, seqlen_q, head_dim_v)]  # fmt: skip
-    *tensors, grad_out = [
-        tensor_in_layout((batch, *size), layout, dtype, "cuda", 4 * seed + index)
-        for index, (size, layout) in enumerate(zip(sizes, layouts))
-    ]
-    call = Call(
-        *tensors, is_causal=rng.random() < 0.5, scale=rng.choice([None, None, 0.5, 1.0, 0.01]), enable_gqa=group > 1,
-        note=f"random call {seed} ({', '.join(layouts)})",
-    )  # fmt: skip
-    return call, grad_out
+    return (192, 128) if rng.random() < 0.1 else (head_dim, head_dim)
+
+
+def random_hopper_call(seed):
+    """A call whose backward the Hopper kernels take, and grad_out: any lengths, GQA, layouts and scales."""
+    rng = random.Random(seed)
+    drawn = draw(rng, seed, head_dims_of_backward, batches=(1, 2, 3, MANY), longest={MANY: 300}, grad_out=True)
+    is_causal = rng.random() < 0.5
+    note = f"random call {seed} ({', '.join(drawn.layouts)})"
+    return drawn.call(rng, [None, None, 0.5, 1.0, 0.01], note, is_causal=is_causal), drawn.tensors[3]
 
 
 @pytest.mark.parametrize("first", range(0, RANDOM_CALLS, CHUNK))

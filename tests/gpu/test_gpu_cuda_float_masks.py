@@ -13,7 +13,8 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from test_gpu_cuda_masks import ALIGNED_LAYOUTS, hopper_ran, pytestmark
+from hopper_calls import checker, draw, pattern
+from test_gpu_cuda_masks import hopper_ran, pytestmark
 from torch import Tensor
 
 from common import (
@@ -23,7 +24,6 @@ from common import (
     expect,
     expect_logsumexp,
     simple_call,
-    tensor_in_layout,
 )
 
 __all__ = ["hopper_ran", "pytestmark"]  # a fixture and the marks of this file too
@@ -36,17 +36,7 @@ HEAD_DIMS = [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)]
 
 @pytest.fixture
 def check_cuda(check_call):
-    """check_call on the forced cuda backend, whose forward must have run."""
-    from torch_flashbackend import ops
-
-    def run(call, *, grad=False, kernels=("math",)):
-        ops.reset_launch_counts()
-        results = check_call(call, backend="cuda", grad=grad, kernels=kernels)
-        counts = ops.launch_counts()
-        assert counts["flash_forward"] == 1 and "attention_forward" not in counts, counts
-        return results
-
-    return run
+    return checker(check_call, ("math",))
 
 
 def in_rows_of_16_bytes(mask: Tensor) -> Tensor:
@@ -58,24 +48,6 @@ def in_rows_of_16_bytes(mask: Tensor) -> Tensor:
 
 
 PATTERNS = ("causal", "window", "documents", "prefix", "padding", "random", "nothing", "upper", "dead rows")
-
-
-def pattern(name: str, seqlen_q: int, seqlen_k: int, seed: int = 0) -> Tensor:
-    """What is seen, [1, 1, seqlen_q, seqlen_k]."""
-    rows, keys = torch.arange(seqlen_q, device="cuda")[:, None], torch.arange(seqlen_k, device="cuda")[None, :]
-    chance = torch.rand((seqlen_q, seqlen_k), generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
-    seen = {
-        "causal": keys <= rows,
-        "window": (keys <= rows) & (keys > rows - 100),
-        "documents": rows // 200 == keys // 200,
-        "prefix": (keys <= rows) | (keys < seqlen_k // 3),
-        "padding": (keys < seqlen_k - seqlen_k // 4).expand(seqlen_q, -1),
-        "random": chance < 0.5,
-        "nothing": chance > 2.0,
-        "upper": keys > rows + 30,  # the last rows see no key
-        "dead rows": (chance < 0.7) & (rows % 3 > 0),
-    }[name]
-    return seen[None, None].contiguous()
 
 
 KINDS = ("-inf", "lowest", "bias", "bias and lowest", "-10000")
@@ -242,32 +214,21 @@ def test_numbers_near_the_lowest(check_cuda, dtype):
             check_cuda(simple_call(1, 2, 300, 456, 64, attn_mask=mask), grad=True)
 
 
+def head_dims_with_a_float_mask(rng: random.Random) -> tuple[int, int]:
+    return (rng.choice([64, 64, 128, 128, 256]),) * 2
+
+
 def random_masked_call(seed: int) -> Call:
     """Any lengths, GQA, layouts, broadcasts and patterns of blocks that the Hopper kernel takes."""
     rng = random.Random(seed)
-    dtype = rng.choice((BFLOAT, BFLOAT, HALF))
-    batch, kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.choice([1, 1, 2, 4])
-
-    def length():
-        return rng.choice([1, 64, 127, 128, 192, 256, 512]) if rng.random() < 0.4 else rng.randint(2, 900)
-
-    seqlen_q = length()
-    seqlen_k = max(2, seqlen_q if rng.random() < 0.4 else length())  # a mask with one column is Triton's
-    head_dim = rng.choice([64, 64, 128, 128, 256])
-    layouts = [rng.choice(ALIGNED_LAYOUTS) for _ in range(3)]
-    heads = kv_heads * group
-    sizes = [(heads, seqlen_q, head_dim), (kv_heads, seqlen_k, head_dim), (kv_heads, seqlen_k, head_dim)]
-    tensors = [
-        tensor_in_layout((batch, *size), layout, dtype, "cuda", 4 * seed + index)
-        for index, (size, layout) in enumerate(zip(sizes, layouts))
-    ]
-    shape = (rng.choice([1, batch]), rng.choice([1, heads]), rng.choice([1, seqlen_q, seqlen_q]), seqlen_k)
-    mask_dtype = rng.choice((dtype, dtype, SINGLE)) if head_dim <= 192 else dtype
+    # A mask with one column is Triton's.
+    lengths = {"special": 0.4, "shortest": 2, "shortest_k": 2}
+    drawn = draw(rng, seed, head_dims_with_a_float_mask, dtypes=(BFLOAT, BFLOAT, HALF), **lengths)
+    shape, (query, *_) = drawn.mask_shape(rng), drawn.tensors
+    mask_dtype = rng.choice((query.dtype, query.dtype, SINGLE)) if query.size(3) <= 192 else query.dtype
     mask = block_pattern(shape, mask_dtype, seed, block=rng.choice([1, 16, 64, 64, 128, 256]), device="cuda")
-    return Call(
-        *tensors, attn_mask=in_rows_of_16_bytes(mask), scale=rng.choice([None, None, 0.5, 1.0, 0.01]),
-        enable_gqa=group > 1, note=f"random masked call {seed} ({', '.join(layouts)})",
-    )  # fmt: skip
+    note = f"random masked call {seed} ({', '.join(drawn.layouts)})"
+    return drawn.call(rng, [None, None, 0.5, 1.0, 0.01], note, attn_mask=in_rows_of_16_bytes(mask))
 
 
 @pytest.mark.parametrize("first", range(0, RANDOM_CALLS, CHUNK))

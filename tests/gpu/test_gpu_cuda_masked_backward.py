@@ -14,15 +14,13 @@ import random
 
 import pytest
 import torch
+from hopper_calls import DTYPES, MANY, draw, pattern
 from test_gpu_cuda_backward import deterministic, hopper, use_form
 from test_gpu_cuda_masks import (
-    ALIGNED_LAYOUTS,
-    DTYPES,
     MASK_LAYOUTS,
     MASK_SHAPES,
     PATTERNS,
     mask_in_layout,
-    pattern,
     pytestmark,
 )
 from torch import Tensor
@@ -39,7 +37,6 @@ from common import (
     results_of,
     simple_call,
     stock_results,
-    tensor_in_layout,
 )
 
 __all__ = ["hopper", "pytestmark"]  # a fixture and the marks of this file too
@@ -194,35 +191,21 @@ def test_scores_far_from_zero(check_gradients, head_dim, shift):
     check_gradients(dataclasses.replace(call, query=query, key=key, scale=1.0))
 
 
+def head_dims_of_masked_backward(rng: random.Random) -> tuple[int, int]:
+    return (rng.choice([64, 128, 8 * rng.randint(1, 16)]),) * 2
+
+
 def random_masked_call(seed: int) -> tuple[Call, Tensor]:
-    """Any lengths, GQA, layouts, broadcasts and patterns of blocks that the Hopper backward takes."""
+    """Any lengths, GQA, layouts, broadcasts and patterns of blocks that the Hopper backward takes, and grad_out."""
     rng = random.Random(seed)
-    dtype = rng.choice(DTYPES)
-    # Many batches: more tiles of keys than multiprocessors, so persistent blocks do several.
-    batch, kv_heads, group = rng.choice([1, 2, 3, 40]), rng.choice([1, 2, 4]), rng.choice([1, 1, 2, 4])
-    longest = 900 if batch < 40 else 200
-
-    def length() -> int:
-        return rng.choice([1, 64, 127, 128, 192]) if rng.random() < 0.3 else rng.randint(1, longest)
-
-    seqlen_q = length()
-    seqlen_k = seqlen_q if rng.random() < 0.4 else length()
-    head_dim = rng.choice([64, 128, 8 * rng.randint(1, 16)])
-    layouts = [rng.choice(ALIGNED_LAYOUTS) for _ in range(4)]
-    heads = kv_heads * group
-    sizes = [(heads, seqlen_q), (kv_heads, seqlen_k), (kv_heads, seqlen_k), (heads, seqlen_q)]
-    *tensors, grad_out = [
-        tensor_in_layout((batch, *size, head_dim), layout, dtype, "cuda", 4 * seed + index)
-        for index, (size, layout) in enumerate(zip(sizes, layouts))
-    ]
-    shape = (rng.choice([1, batch]), rng.choice([1, heads]), rng.choice([1, seqlen_q, seqlen_q]), seqlen_k)
+    lengths = {"special_lengths": (1, 64, 127, 128, 192), "longest": {MANY: 200}}
+    drawn = draw(rng, seed, head_dims_of_masked_backward, batches=(1, 2, 3, MANY), grad_out=True, **lengths)
+    shape = drawn.mask_shape(rng)
     seen = block_pattern(shape, torch.bool, seed, block=rng.choice([1, 16, 64, 128, 256]), device="cuda")
     layout = rng.choice(MASK_LAYOUTS)
-    call = Call(
-        *tensors, attn_mask=mask_in_layout(seen, layout), scale=rng.choice([None, None, 0.5, 0.01]),
-        enable_gqa=group > 1, note=f"random masked call {seed} ({', '.join(layouts)}; mask {layout})",
-    )  # fmt: skip
-    return call, grad_out
+    note = f"random masked call {seed} ({', '.join(drawn.layouts)}; mask {layout})"
+    call = drawn.call(rng, [None, None, 0.5, 0.01], note, attn_mask=mask_in_layout(seen, layout))
+    return call, drawn.tensors[3]
 
 
 @pytest.mark.parametrize("first", range(0, RANDOM_CALLS, CHUNK))

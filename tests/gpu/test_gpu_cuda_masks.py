@@ -14,6 +14,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from hopper_calls import DTYPES, HOPPER_ONLY, checker, draw, pattern, usual_head_dims
 from torch import Tensor
 
 from common import (
@@ -26,18 +27,11 @@ from common import (
     results_of,
     simple_call,
     some_rows,
-    tensor_in_layout,
 )
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.cuda_only,
-    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (compute capability 9.0)"),
-]
+pytestmark = HOPPER_ONLY
 RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "300"))
 CHUNK = 20
-DTYPES = (torch.bfloat16, torch.float16)
-ALIGNED_LAYOUTS = ("bhsd", "bshd", "sbhd", "packed")
 HEAD_DIMS = [(64, 64), (80, 80), (128, 128), (192, 192), (192, 128), (256, 256)]
 
 
@@ -60,48 +54,13 @@ def hopper_ran(plugin):
 
 @pytest.fixture
 def check_cuda(check_call):
-    """check_call on the forced cuda backend, whose forward must have run."""
-    from torch_flashbackend import ops
-
-    def run(call, *, grad=False, kernels=("efficient", "math")):
-        ops.reset_launch_counts()
-        results = check_call(call, backend="cuda", grad=grad, kernels=kernels)
-        counts = ops.launch_counts()
-        assert counts["flash_forward"] == 1 and "attention_forward" not in counts, counts
-        return results
-
-    return run
+    return checker(check_call, ("efficient", "math"))
 
 
 PATTERNS = (
     "causal", "window", "documents", "prefix", "padding", "dead columns", "random", "sparse", "diagonal", "all",
     "checkerboard", "nothing", "one row", "one column", "upper", "dead rows",
 )  # fmt: skip
-
-
-def pattern(name: str, seqlen_q: int, seqlen_k: int, seed: int = 0) -> Tensor:
-    """A bool mask [1, 1, seqlen_q, seqlen_k]."""
-    rows, keys = torch.arange(seqlen_q, device="cuda")[:, None], torch.arange(seqlen_k, device="cuda")[None, :]
-    chance = torch.rand((seqlen_q, seqlen_k), generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
-    seen = {
-        "causal": keys <= rows,
-        "window": (keys <= rows) & (keys > rows - 100),
-        "documents": rows // 200 == keys // 200,
-        "prefix": (keys <= rows) | (keys < seqlen_k // 3),
-        "padding": (keys < seqlen_k - seqlen_k // 4).expand(seqlen_q, -1),
-        "dead columns": (keys <= rows) & (keys % 200 < 130),
-        "random": chance < 0.5,
-        "sparse": chance < 2.0 / seqlen_k,
-        "diagonal": keys == rows,
-        "checkerboard": (keys // 64 + rows // 64) % 2 == 0,
-        "all": chance < 2.0,
-        "nothing": chance > 2.0,
-        "one row": (rows == seqlen_q // 2).expand(-1, seqlen_k),
-        "one column": (keys == seqlen_k - 1).expand(seqlen_q, -1),
-        "upper": keys > rows + 30,  # the last rows see no key
-        "dead rows": (chance < 0.7) & (rows % 3 > 0),
-    }[name]
-    return seen[None, None].contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------------- lists
@@ -277,30 +236,12 @@ def test_maximum_that_moves_through_the_keys(check_cuda, descending, name, head_
 def random_masked_call(seed: int) -> Call:
     """Any lengths, GQA, layouts, broadcasts and patterns of blocks that the Hopper kernel takes."""
     rng = random.Random(seed)
-    dtype = rng.choice(DTYPES)
-    batch, kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.choice([1, 1, 2, 4])
-
-    def length():
-        return rng.choice([1, 64, 127, 128, 192, 256, 512]) if rng.random() < 0.4 else rng.randint(1, 900)
-
-    seqlen_q = length()
-    seqlen_k = seqlen_q if rng.random() < 0.4 else length()
-    head_dim = rng.choice([64, 64, 128, 128, 128, 8 * rng.randint(1, 32)])
-    head_dim_v = 128 if head_dim == 192 and rng.random() < 0.5 else head_dim
-    layouts = [rng.choice(ALIGNED_LAYOUTS) for _ in range(3)]
-    heads = kv_heads * group
-    sizes = [(heads, seqlen_q, head_dim), (kv_heads, seqlen_k, head_dim), (kv_heads, seqlen_k, head_dim_v)]
-    tensors = [
-        tensor_in_layout((batch, *size), layout, dtype, "cuda", 4 * seed + index)
-        for index, (size, layout) in enumerate(zip(sizes, layouts))
-    ]
-    shape = (rng.choice([1, batch]), rng.choice([1, heads]), rng.choice([1, seqlen_q, seqlen_q]), seqlen_k)
+    drawn = draw(rng, seed, usual_head_dims, special=0.4)
+    shape = drawn.mask_shape(rng)
     seen = block_pattern(shape, torch.bool, seed, block=rng.choice([1, 16, 64, 64, 128, 256]), device="cuda")
     layout = rng.choice(MASK_LAYOUTS)
-    return Call(
-        *tensors, attn_mask=mask_in_layout(seen, layout), scale=rng.choice([None, None, 0.5, 1.0, 0.01]),
-        enable_gqa=group > 1, note=f"random masked call {seed} ({', '.join(layouts)}; mask {layout})",
-    )  # fmt: skip
+    note = f"random masked call {seed} ({', '.join(drawn.layouts)}; mask {layout})"
+    return drawn.call(rng, [None, None, 0.5, 1.0, 0.01], note, attn_mask=mask_in_layout(seen, layout))
 
 
 @pytest.mark.parametrize("first", range(0, RANDOM_CALLS, CHUNK))

@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+from hopper_calls import pattern
 from torch import Tensor
 
 from common import block_pattern, gradient_for, simple_call
@@ -61,25 +62,12 @@ def test_random_mask_patterns(check_call, device, first):
         check_call(random_mask_call(seed, device))
 
 
-def pattern(name: str, length: int, device) -> Tensor:
-    rows, keys = torch.arange(length, device=device)[:, None], torch.arange(length, device=device)[None, :]
-    seen = {
-        "causal": keys <= rows,
-        "window": (keys <= rows) & (keys > rows - 100),
-        "documents": rows // 200 == keys // 200,
-        "prefix": (keys <= rows) | (keys < 300),
-        "padding": (keys < 700).expand(length, -1),
-        "dead columns": (keys <= rows) & (keys % 200 < 130),
-    }[name]
-    return seen[None, None]
-
-
 @pytest.mark.usefixtures("_listed")
 @pytest.mark.parametrize("kind", ["bool", "-inf", "finfo.min"])
 @pytest.mark.parametrize("name", ["causal", "window", "documents", "prefix", "padding", "dead columns"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_patterns(check_call, device, name, kind, head_dim):
-    seen = pattern(name, 1000, device)
+    seen = pattern(name, 1000, 1000, device=device)
     mask = seen.contiguous()
     if kind != "bool":
         hidden = -torch.inf if kind == "-inf" else torch.finfo(BFLOAT).min
@@ -92,7 +80,7 @@ def test_patterns(check_call, device, name, kind, head_dim):
 def test_tiles_that_nobody_sees_are_not_visited(device):
     from torch_flashbackend import ops
 
-    seen = pattern("documents", 1024, device).clone()
+    seen = pattern("documents", 1024, 1024, device=device).clone()
     seen[..., 256:384] = False
     query, key, value = (torch.randn(1, 2, 1024, 64, device=device, dtype=BFLOAT) for _ in range(3))
     call = simple_call(1, 2, 1024, head_dim=64, device=device, attn_mask=seen)
@@ -110,7 +98,7 @@ def test_tiles_that_nobody_sees_are_not_visited(device):
 @pytest.mark.cuda_only
 @pytest.mark.usefixtures("_listed", "plugin")
 def test_a_captured_graph_lists_the_mask_of_each_replay(device):
-    call = simple_call(1, 2, 512, head_dim=64, device=device, attn_mask=pattern("causal", 512, device).contiguous())
+    call = simple_call(1, 2, 512, head_dim=64, device=device, attn_mask=pattern("causal", 512, 512, device=device))
     grad_out = gradient_for(call)
     forward, backward = torch.ops.flashbackend.attention_forward, torch.ops.flashbackend.attention_backward
     options = None, 0.0, False, call.softmax_scale
@@ -125,7 +113,7 @@ def test_a_captured_graph_lists_the_mask_of_each_replay(device):
     with torch.cuda.graph(graph):
         captured = run()
     for name in ("window", "prefix", "causal"):
-        call.attn_mask.copy_(pattern(name, 512, device))
+        call.attn_mask.copy_(pattern(name, 512, 512, device=device))
         expected = run()
         graph.replay()
         for tensor, other in zip(captured, expected):
@@ -136,7 +124,7 @@ def test_a_captured_graph_lists_the_mask_of_each_replay(device):
 @pytest.mark.parametrize("name", ["causal", "padding"])
 def test_lists_take_little_memory(device, name):
     """Less than a hundredth of the mask."""
-    mask = pattern(name, 4096, device).contiguous()
+    mask = pattern(name, 4096, 4096, device=device)
     query, key, value = (torch.randn(2, 16, 4096, 64, device=device, dtype=BFLOAT) for _ in range(3))
 
     def peak(mask: Tensor | None) -> int:
