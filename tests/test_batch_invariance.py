@@ -14,6 +14,7 @@ from test_stored_plan import call_of as stored_call
 from triton.backends.compiler import GPUTarget
 
 import torch_flashbackend
+from torch_flashbackend import __main__ as command_line
 from torch_flashbackend import batch_invariance, decisions, routing
 from torch_flashbackend.kernels.cuda import decode, forward
 from torch_flashbackend.kernels.cuda import varlen as cuda_varlen
@@ -149,6 +150,15 @@ def test_a_problem_knows():
         assert "batch-invariant" in str(torch_flashbackend.explain(query, query, query))
     finally:
         torch_flashbackend.set_batch_invariant(False)
+
+
+def test_the_command_line_and_warmup_know(invariant, capsys):
+    """They describe a call by its numbers alone."""
+    assert Problem.from_shapes((2, 4, 64, 64), gpu="NVIDIA H200").batch_invariant
+    assert command_line.main(["explain", "--shape", "2,16,256,128", "--gpu", "NVIDIA H200"]) == 0
+    assert "no choice may depend on the batch size" in capsys.readouterr().out
+    assert command_line.main(["info"]) == 0
+    assert "the same bits in every batch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wrong", [1, None, "yes"])

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from . import __version__, nvrtc, policy, routing
+from .batch_invariance import is_batch_invariant
 from .explain import explain_problem, other_implementations, plugin_enabled
 from .precompile import WarmupError, warmup
 from .problem import Problem
@@ -177,6 +178,8 @@ def _info() -> str:
     variable = os.environ.get("TORCH_FLASHBACKEND")
     state = "on" if plugin_enabled() else "off"
     rows.append(("plugin", f"{state} (TORCH_FLASHBACKEND={variable})" if variable else f"{state} in this process"))
+    if is_batch_invariant():
+        rows.append(("batches", "the same bits in every batch, by TORCH_FLASHBACKEND_BATCH_INVARIANT"))
     width = max(len(name) for name, _ in rows)
     return "\n".join([*(f"{name:<{width}}  {text}" for name, text in rows), *other_implementations()])
 

@@ -132,21 +132,16 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 def _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
            block_table, alibi_slopes, sinks) -> None:  # fmt: skip
     """Raises ValueError, or TypeError for what is no tensor, in the caller's words."""
-    optional = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx,
-                "cache_leftpad": cache_leftpad, "block_table": block_table, "alibi_slopes": alibi_slopes,
-                "sinks": sinks, "cache_seqlens": None if isinstance(cache_seqlens, int) else cache_seqlens}  # fmt: skip
-    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-    varlen.check_types(q=q, k_cache=k_cache, v_cache=v_cache, **given)
-    for name, tensor in given.items():
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}")
+    if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
+        varlen.check_types(q=q, k_cache=k_cache, v_cache=v_cache)
+    dtype, device = q.dtype, q.device
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must be [batch, seqlen, heads, head_dim]; got {list(tensor.shape)}")
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}")
-    if not q.is_floating_point():
-        raise ValueError(f"q, k_cache and v_cache are float16, bfloat16 or float32; got {q.dtype}")
+        if tensor.dtype != dtype or tensor.device != device:
+            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, q is {dtype} on {device}")
+    if not dtype.is_floating_point:
+        raise ValueError(f"q, k_cache and v_cache are float16, bfloat16 or float32; got {dtype}")
     batch, _, heads, head_dim = q.shape
     if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.size(3) != head_dim:
         raise ValueError(
@@ -154,17 +149,30 @@ def _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cac
         )
     if k_cache.size(2) == 0 or heads % k_cache.size(2):
         raise ValueError(f"{heads} query heads are no multiple of the cache's {k_cache.size(2)} heads")
+    for name, tensor in (
+        ("k", k), ("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin), ("alibi_slopes", alibi_slopes),
+        ("sinks", sinks), ("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx),
+        ("cache_leftpad", cache_leftpad), ("block_table", block_table),
+    ):  # fmt: skip
+        if tensor is None or (tensor is cache_seqlens and isinstance(tensor, int)):
+            continue
+        if not isinstance(tensor, Tensor):
+            varlen.check_types(**{name: tensor})
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, q on {device}")
     if block_table is not None and (
         cache_batch_idx is not None or block_table.dim() != 2 or block_table.size(0) != batch
     ):
         raise ValueError("block_table must be [batch, pages] and does not go with cache_batch_idx")
-    if block_table is None and cache_batch_idx is None and k_cache.size(0) != q.size(0):
-        raise ValueError(f"the cache has {k_cache.size(0)} batches, q {q.size(0)}: cache_batch_idx says which is whose")
+    if block_table is None and cache_batch_idx is None and k_cache.size(0) != batch:
+        raise ValueError(f"the cache has {k_cache.size(0)} batches, q {batch}: cache_batch_idx says which is whose")
     for name, tensor in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx),
                          ("cache_leftpad", cache_leftpad), ("block_table", block_table)):  # fmt: skip
-        if isinstance(tensor, Tensor) and (tensor.dtype != torch.int32 or tensor.stride(-1) != 1):
+        if tensor is None or isinstance(tensor, int):
+            continue
+        if tensor.dtype != torch.int32 or tensor.stride(-1) != 1:
             raise ValueError(f"{name} must be int32 and dense; got {tensor.dtype}, strides {tensor.stride()}")
-        if isinstance(tensor, Tensor) and name != "block_table" and tensor.shape != (batch,):
+        if tensor is not block_table and tensor.shape != (batch,):
             raise ValueError(f"{name} must be one number or [batch] = [{batch}]; got {list(tensor.shape)}")
     if isinstance(cache_seqlens, int) and cache_seqlens < 0:
         raise ValueError(f"cache_seqlens {cache_seqlens} is negative")

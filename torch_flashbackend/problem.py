@@ -284,6 +284,7 @@ class Problem:
             tensor_types=(),
             sdp_backends=ALL_SDP_BACKENDS,
             stock_backend=None,
+            batch_invariant=is_batch_invariant(),
         )
         return dataclasses.replace(problem, stock_backend=stock.backend(problem))
 

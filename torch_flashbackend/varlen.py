@@ -117,7 +117,8 @@ def attention_varlen(
     left, right = window(window_size)
     if is_causal:
         right = 0
-    check_types(query=query, key=key, value=value)
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        check_types(query=query, key=key, value=value)
     max_seqlen_q = query.size(0) if max_seqlen_q is None else max_seqlen_q
     max_seqlen_k = key.size(0) if max_seqlen_k is None else max_seqlen_k
     query, key, value = under_autocast(query, key, value)
@@ -164,9 +165,12 @@ def check(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes
 
     num_sequences: how many there must be, None where cu_seqlens_q says so. TypeError for what is no tensor.
     """
-    optional = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
-                "alibi_slopes": alibi_slopes, "sinks": sinks}  # fmt: skip
-    check_types(**{name: tensor for name, tensor in optional.items() if tensor is not None})
+    for name, tensor in (
+        ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("seqused_k", seqused_k),
+        ("alibi_slopes", alibi_slopes), ("sinks", sinks),
+    ):  # fmt: skip
+        if tensor is not None and not isinstance(tensor, Tensor):
+            check_types(**{name: tensor})
     shapes = [list(t.shape) for t in (query, key, value)]
     if not (query.dim() == key.dim() == value.dim() == 3):
         raise ValueError(f"query, key and value are [total, heads, head_dim], not {shapes}")
