@@ -167,7 +167,9 @@ def test_it_takes_true_or_false(wrong):
         torch_flashbackend.set_batch_invariant(wrong)
 
 
-@pytest.mark.parametrize(("value", "expected"), [("1", True), ("true", True), ("0", False), ("", False)])
+@pytest.mark.parametrize(
+    ("value", "expected"), [("1", True), ("TRUE", True), ("0", False), ("", False), ("yes", False)]
+)
 def test_the_environment_variable(value, expected):
     code = "import torch_flashbackend as t; print(t.is_batch_invariant())"
     done = subprocess.run(
@@ -175,3 +177,4 @@ def test_the_environment_variable(value, expected):
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.stdout.strip() == str(expected), done.stderr
+    assert ("is not understood" in done.stderr) == (value == "yes")

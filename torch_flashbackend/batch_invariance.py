@@ -1,6 +1,6 @@
 """One switch: the bits of a sequence's attention do not depend on the rest of its batch.
 
-May import nothing of ours. Imported by whatever chooses by the size of a batch: problem.py, and the launchers in
+May import autoload.py. Imported by whatever chooses by the size of a batch: problem.py, and the launchers in
 ``kernels/``, which ask `planned_batch` how many batches to choose for. Each row of a result is computed by itself; what
 a batch changes are choices: who runs the call, the tile, and among how many blocks keys are split, which is the order
 in which a row's sums are added up. With the switch on all of them are made as for a batch of one, so that a sequence
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
+
+from . import autoload
 
 __all__ = ["is_batch_invariant", "on_change", "planned_batch", "planned_length", "set_batch_invariant"]
 
@@ -19,7 +22,16 @@ VARIABLE = "TORCH_FLASHBACKEND_BATCH_INVARIANT"
 # What the tiles of packed sequences are chosen for, in place of their mean length.
 PACKED_LENGTH = 4096
 
-_enabled = os.environ.get(VARIABLE, "").strip().lower() in ("1", "true", "yes", "on")
+
+def _from_environment() -> bool:
+    setting = os.environ.get(VARIABLE, "").strip()
+    if setting.lower() not in autoload.ON | autoload.OFF:
+        message = f"{VARIABLE}={setting!r} is not understood and is taken as off (known: 1, true, on; 0, false, off)"
+        warnings.warn(f"torch_flashbackend: {message}", RuntimeWarning, stacklevel=2)
+    return setting.lower() in autoload.ON
+
+
+_enabled = _from_environment()
 _forget: list[Callable[[], None]] = []
 
 
