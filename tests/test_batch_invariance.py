@@ -170,8 +170,6 @@ def test_it_takes_true_or_false(wrong):
 @pytest.mark.parametrize(
     ("value", "expected"), [("1", True), ("TRUE", True), ("0", False), ("", False), ("yes", False)]
 )
-    ("value", "expected"), [("1", True), ("TRUE", True), ("0", False), ("", False), ("yes", False)]
-)
 def test_the_environment_variable(value, expected):
     code = "import torch_flashbackend as t; print(t.is_batch_invariant())"
     done = subprocess.run(
