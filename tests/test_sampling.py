@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+
 import sampling
 
 CASES = list(itertools.product(range(5), "abcd", (False, True)))
@@ -24,5 +25,5 @@ def test_a_part_has_every_value_of_every_facet(monkeypatch):
 def test_the_first_of_equals_is_chosen_unless_all_are_asked_for(monkeypatch, everything):
     monkeypatch.setattr(sampling, "ALL", everything)
     cases = sorted(CASES, key=lambda case: -case[0])
-    assert sampling.cover([*cases, *cases], lambda case: case[1]) == (cases if everything else
-                                                                     [(4, letter, False) for letter in "abcd"])  # fmt: skip
+    wanted = cases if everything else [(4, letter, False) for letter in "abcd"]
+    assert sampling.cover([*cases, *cases], lambda case: case[1]) == wanted
