@@ -686,8 +686,7 @@ class Plan:
 
 
 def _allocate(like: torch.Tensor, floats: int) -> torch.Tensor:
-    """float32 memory on the current device, which is that of `like`."""
-    return _torch.empty_here(floats, torch.float32, like.device)
+    return _torch.empty_float32(like, (floats,), (1,))
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
