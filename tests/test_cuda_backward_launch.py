@@ -23,7 +23,6 @@ from torch_flashbackend.problem import Problem
 
 MEMORY = 1 << 30
 LISTS, TABLE = 1 << 29, 1 << 28  # of a mask, of dropout
-CHOOSE_BACKWARD = tiles.choose_backward
 
 
 @pytest.fixture
@@ -222,25 +221,6 @@ def test_few_heads_have_three_kernels(cuda, monkeypatch):
         cuda.launches.clear()
         run(tensors(batch=batch, head_dim=128, seqlen_q=4096), is_causal=False)
         assert len(cuda.launches) == launches
-
-
-@pytest.mark.parametrize(("is_causal", "head_dim"), [(False, 64), (True, 64), (False, 128)])
-def test_small_calls_have_one_kernel(cuda, monkeypatch, is_causal, head_dim):
-    """They take as long as launching takes. Smaller groups of heads than otherwise leave room for the statistics."""
-    monkeypatch.setattr(tiles, "choose_backward", CHOOSE_BACKWARD)
-    monkeypatch.setattr(forward, "_device", lambda index: ((9, 0), 132))
-    sizes = {"head_dim": head_dim, "seqlen_q": 64, "seqlen_k": 64}
-    run(tensors(batch=1, heads=8, kv_heads=8, **sizes), is_causal=is_causal)
-    assert len(cuda.launches) == 1
-    _, params = params_of(cuda, 0)
-    assert (params.slots, params.heads_per_group, params.chunks) == (7, 2, 1)
-    block_m = cuda.compiled[-1].defines["BLOCK_M"]
-    assert cuda.workspace == (2 * 8 + 7 * head_dim) * block_m <= 8 * block_m * head_dim
-    for others in ({"heads": 3, "kv_heads": 3}, {"heads": 8, "kv_heads": 8, "seqlen_q": 257}, {"batch": 17}):
-        cuda.launches.clear()
-        run(tensors(**{"batch": 1, "kv_heads": 2, **sizes, **others}), is_causal=is_causal)
-        # Causal calls of 64 columns have one kernel where there are heads enough, too.
-        assert len(cuda.launches) == 3, others
 
 
 def test_the_table_of_dense_calls():

@@ -46,8 +46,6 @@ _MAX_BLOCKS = 2**31 - 1
 _COUNTERS_BYTES = 128  # of the fused kernel: those of its items; a number for each key head follows
 _MAX_FUSED_CHUNKS = 1 << 17  # of all query heads; what counts them stays allocated
 _CHUNK_ROWS = 512  # queries that one item of the fused kernel prepares or finishes
-_FEW_ROWS = 256  # so few queries of a key head are computed faster than their kernels are launched
-_MANY_ROWS = 4096  # a call with so many has one kernel, where there is one
 
 
 class QueryMask(ctypes.Structure):
@@ -300,23 +298,12 @@ def specialise_dense(
     head_dim: int, head_dim_v: int, dtype: torch.dtype, is_causal: bool, deterministic: bool,
     batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int, num_sms: int,
 ) -> Specialisation:  # fmt: skip
-    """The specialisation that runs a call without mask and dropout, on a GPU with so many multiprocessors.
-
-    Of a small call, which takes as long as its launches take the CPU, one kernel saves two of them.
-    """
-    query_rows, key_heads = seqlen_q * (heads // kv_heads), batch * kv_heads
-    sizes = head_dim, head_dim_v, dtype, is_causal, deterministic
-    spec = specialise(*sizes, query_rows)
-    if query_rows <= _FEW_ROWS:
-        many = specialise(*sizes, _MANY_ROWS)
-        fused = next((one for one in (spec, many) if one.tile.fused and not one.tile.paired), None)
-        if fused is not None:
-            blocks = math.ceil(seqlen_k / fused.tile.block_n) * key_heads
-            if 4 * blocks <= num_sms and _most_slots(fused, key_heads) >= 3:
-                return fused
+    """The specialisation that runs a call without mask and dropout, on a GPU with so many multiprocessors."""
+    sizes = head_dim, head_dim_v, dtype, is_causal, deterministic, seqlen_q * (heads // kv_heads)
+    spec = specialise(*sizes)
     few_chunks = batch * heads * (1 + seqlen_q // _CHUNK_ROWS) <= _MAX_FUSED_CHUNKS
-    if spec.tile.fused and not (few_chunks and _saves_sums(spec, key_heads, seqlen_k, num_sms)):
-        return specialise(*sizes, query_rows, can_fuse=False)
+    if spec.tile.fused and not (few_chunks and _saves_sums(spec, batch * kv_heads, seqlen_k, num_sms)):
+        return specialise(*sizes, can_fuse=False)
     return spec
 
 
@@ -559,8 +546,7 @@ class Plan:
         if tile.fused:
             heads_per_group = _heads_in_work(spec, batch * kv_heads, seqlen_k, num_sms)
             most = _most_slots(spec, batch * kv_heads)
-            if most >= 3:  # with fewer than three groups, heads would wait for themselves
-                heads_per_group = min(heads_per_group, most // 3)
+            if most >= 3 * heads_per_group:  # with fewer, heads would wait for themselves
                 slots = most
             if tile.paired:  # four groups: one prepares, one computes, one finishes, one has finished
                 slots = min(slots, 4 * heads_per_group)
