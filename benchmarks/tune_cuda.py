@@ -132,14 +132,12 @@ class Candidate:
     is_causal: bool
     deterministic: bool
     tile: BackwardTile
-    one_by_one: bool = False  # the three kernels, none of which begins early
 
     @property
     def name(self) -> str:
         """With its problem's head_dim and mask."""
         mask, mode = "causal" if self.is_causal else "full", ", deterministic" if self.deterministic else ""
-        launches = " one_by_one" * self.one_by_one
-        return f"D={self.head_dim} {mask}{mode} {name_of(self.tile)}{launches}"
+        return f"D={self.head_dim} {mask}{mode} {name_of(self.tile)}"
 
     @property
     def specialisation(self) -> backward.Specialisation:
@@ -212,9 +210,6 @@ def launcher(candidate: Candidate, arguments: tuple[Any, ...]) -> Callable[[], N
     """A function that runs the candidate's three kernels."""
     scale = arguments[0].size(3) ** -0.5
     plan = backward.Plan(*arguments, candidate.is_causal, scale, candidate.deterministic, candidate.tile)
-    if candidate.one_by_one:
-        for config in plan._configs:
-            config.num_attributes = 0
     return functools.partial(plan, *arguments)
 
 
@@ -447,12 +442,6 @@ def main() -> None:
         if ("deterministic" if deterministic else "default") in options.modes.split(",")
         for tile in candidates(head_dim, deterministic)
         if is_causal or not tile.direct
-    ]
-    tables = [tiles.choose_backward(p.head_dim, p.head_dim, p.is_causal, p.seqlen * p.group, False) for p in problems]
-    listed += [
-        dataclasses.replace(candidate, one_by_one=True)
-        for candidate in listed
-        if candidate.tile in tables and not candidate.tile.fused
     ]
     if options.problems:
         listed = [c for c in listed if any(p.suits(c) and p.tries(c.tile) for p in problems)]

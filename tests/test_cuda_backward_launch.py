@@ -29,7 +29,7 @@ LISTS, TABLE = 1 << 29, 1 << 28  # of a mask, of dropout
 def cuda(monkeypatch):
     """A driver and a compiler that answer without doing anything; `launches`: what each launch was given."""
     fake = FakeDriver()
-    fake.compiled, fake.launches, fake.counted, fake.early = [], [], [], []
+    fake.compiled, fake.launches, fake.counted = [], [], []
     install_fake_driver(monkeypatch, fake)
     monkeypatch.setattr(forward, "_device", lambda index: ((9, 0), 10))
     monkeypatch.setattr(backward, "_plans", {})
@@ -40,7 +40,6 @@ def cuda(monkeypatch):
 
     def launch(config, function, arguments, index, stream):
         fake.launches.append((list(config.grid), list(config.block), config.shared_bytes, arguments.value))
-        fake.early.append(config.num_attributes)
 
     monkeypatch.setattr(nvrtc, "compile", compile)
     monkeypatch.setattr(driver, "launch", launch)
@@ -122,8 +121,6 @@ def test_parameters_of_the_launches(cuda, head_dim, seqlen_q, deterministic):
     assert params.counters == (4096 if deterministic or tile.persistent else None)
     defines = cuda.compiled[-1].defines
     assert (defines["HEAD_DIM"], defines["DETERMINISTIC"]) == (padded, deterministic)
-    # The first waits for whatever runs, the others only for the one before.
-    assert cuda.early == [0, 1, 1]
     # The other kernels have the same parameters as their only argument.
     for launch in (0, 2):
         (address,) = (ctypes.c_void_p * 1).from_address(cuda.launches[launch][3])
@@ -142,7 +139,6 @@ def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, paire
     listed = tensors(batch=8, head_dim=head_dim, seqlen_q=700)
     run(listed)
     (launch,) = cuda.launches
-    assert cuda.early == [0]
     _, params = params_of(cuda, 0)
     cluster = 2 if paired else 1
     q_tiles, k_tiles = math.ceil(700 / tile.block_m), math.ceil(500 / (tile.block_n * cluster))

@@ -32,7 +32,6 @@ __all__ = [
     "counters",
     "current_device",
     "current_stream",
-    "early_attributes",
     "launch",
     "load_function",
     "max_active_clusters",
@@ -354,14 +353,7 @@ def cluster_attributes(size: int) -> Any:
     attributes = (_Attribute * 2)()
     attributes[0].id = _CLUSTER_DIMENSION
     attributes[0].value[0:3] = [size, 1, 1]
-    attributes[1] = early_attributes()[0]
-    return attributes
-
-
-def early_attributes() -> Any:
-    """As ``cluster_attributes``, without clusters."""
-    attributes = (_Attribute * 1)()
-    attributes[0].id, attributes[0].value[0] = _PROGRAMMATIC_STREAM_SERIALIZATION, 1
+    attributes[1].id, attributes[1].value[0] = _PROGRAMMATIC_STREAM_SERIALIZATION, 1
     return attributes
 
 

@@ -696,7 +696,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     barrier_init_fence();
   }
   __syncthreads();
-  wait_until_all_prepared();
   const int number = PERSISTENT ? 0 : block_number(shared.ticket, params);
   if (FUSED && !PERSISTENT) {
     const Item item = item_at(number, params);
@@ -723,7 +722,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
       for_each_item(
           number, params, shared, [&](const Work& work) { store_pieces(work, params, shared, warp - 1, phase); },
           [](const Item&) {});
-      store_wait_written();  // before this block counts as one that has ended
     }
     if (PERSISTENT && threadIdx.x == 96)
       exchange_keys(key_map, value_map, grad_key_map, grad_value_map, params, shared);

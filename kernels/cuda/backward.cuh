@@ -529,13 +529,6 @@ extern "C" __global__ void
 }
 #endif
 
-// The main kernel, between its barriers' initialisation and its work. All threads: each reads what others have written.
-__device__ __forceinline__ void wait_until_all_prepared() {
-  if (FUSED) return;
-  wait_for_earlier_launches();
-  let_the_next_begin();
-}
-
 // The statistics of a query tile, and zeros for its sums, by THREADS threads of which this is `thread`. Eight lanes
 // share a row.
 template <int THREADS>
@@ -692,8 +685,6 @@ __device__ __forceinline__ void finish_parts(int first, int end, int step, int s
 #include "backward_fused.cuh"
 
 #if !FUSED
-// Each of the three kernels lets the next one take what it leaves of the GPU once all of its blocks have begun; that
-// one waits for its end before it reads or writes anything of the call.
 // One block for each query tile of each head. The last heads come first, both times: L2 still holds what was written
 // last, and the main kernel begins with the first heads and ends with the last ones.
 __device__ __forceinline__ int tile_from_the_end() {
@@ -701,7 +692,6 @@ __device__ __forceinline__ int tile_from_the_end() {
 }
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_prepare(
     const __grid_constant__ BackwardParams params) {
-  let_the_next_begin();
   const QueryTile tile = query_tile_at(tile_from_the_end(), params);
   if (PACKED && (tile.seqlen_q == 0 || !tile.sees_keys)) return;
   prepare_tile<PREPARE_THREADS>(tile, 0, threadIdx.x, params);
@@ -709,7 +699,6 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
 }
 extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
     const __grid_constant__ BackwardParams params) {
-  wait_for_earlier_launches();
   const int tile = tile_from_the_end();
   if (PACKED && query_tile_at(tile, params).seqlen_q == 0) return;
   if (DIRECT && query_tile_at(tile, params).first_row < DIRECT_TILES * BLOCK_M) return;

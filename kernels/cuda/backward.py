@@ -433,7 +433,6 @@ class Plan:
     """
 
     __slots__ = (
-        "_attributes",
         "_configs",
         "_counter_bytes",
         "_device_index",
@@ -579,13 +578,10 @@ class Plan:
             kept=1.0 - dropout_p,
         )
         grid = min(blocks, num_sms) if tile.persistent else blocks
-        # The second and third kernel begin while the last blocks of the one before run, and wait for those.
-        self._attributes = driver.early_attributes()
-        early = ctypes.addressof(self._attributes), 0 if tile.fused else len(self._attributes)
         configs = {
             PREPARE: driver.LaunchConfig((all_q_tiles, 1, 1), (_PREPARE_THREADS, 1, 1), 0, None, None, 0),
-            MAIN: driver.LaunchConfig((grid, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, *early),
-            FINISH: driver.LaunchConfig((all_q_tiles, 1, 1), (128 * tile.num_warpgroups, 1, 1), 0, None, *early),
+            MAIN: driver.LaunchConfig((grid, 1, 1), (spec.num_threads, 1, 1), spec.shared_bytes, None, None, 0),
+            FINISH: driver.LaunchConfig((all_q_tiles, 1, 1), (128 * tile.num_warpgroups, 1, 1), 0, None, None, 0),
         }
         self._configs = [configs[entry] for entry in spec.launched]
         self._counter_bytes = 0

@@ -509,7 +509,6 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
       __syncthreads();
   };
   meet();
-  wait_until_all_prepared();
   const Item item = item_at(block_number(shared.ticket, params), params);
   const int warpgroup = uniform(threadIdx.x / 128);
   if (FUSED && item.kind != COMPUTE) {
