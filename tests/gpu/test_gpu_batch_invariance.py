@@ -93,7 +93,7 @@ def test_forward(plugin, invariant, launched, kind, head_dim):
 def test_without_the_switch_decoding_follows_the_batch(plugin):
     """Or the tests above could not fail: keys are split among more blocks where fewer sequences want them."""
     call = made("decode", 128)
-    with plugin.sdpa_backend("cuda", "triton"):
+    with plugin.sdpa_backend("triton"):
         together = attend(call)
         assert any(not torch.equal(attend(rows_of(call, row, row + 1)), together[row : row + 1]) for row in range(8))
 

@@ -334,7 +334,7 @@ def test_deterministic_mode_repeats_bit_by_bit(hopper, note, shape, head_dim, is
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_backwards_that_follow_at_once(hopper, note, form, head_dim):
-    """Kernels begin while those before end; if they did not wait, they would find other inputs' statistics and sums."""
+    """One call's statistics and sums must not be the next one's, whatever is still running."""
     calls = [simple_call(8, 8, 500, head_dim=head_dim, is_causal=True, seed=10 * n) for n in range(3)]
     graphs = []
     with hopper():
