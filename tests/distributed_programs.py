@@ -190,6 +190,27 @@ def sharded_calls(rank, ranks, device):
                 full = run([leaf(t) for t in (query, key, value)], None)[1:]
                 for grad, expected_grad in zip(grads, [g for g, wants in zip(full, wanted) if wants]):
                     close(grad.full_tensor(), expected_grad, f"gradients wanted: {wanted}")
+    for backend in ("triton", "cuda"):
+        a_backend_by_name(mesh, [t.to(DTYPES[device][-1]) for t in (query, key, value)], backend)
+
+
+def a_backend_by_name(mesh, tensors, backend):
+    """The operators' last argument, which is not there where it is the default, changes nothing for the others."""
+    from torch.distributed.tensor import Shard
+
+    forward, backward = (
+        getattr(torch.ops.flashbackend, name).default for name in ("attention_forward", "attention_backward")
+    )
+    results = []
+    with torch.no_grad():
+        for placement in (None, Shard(1)):
+            inputs = [leaf(t, mesh, placement) for t in tensors]
+            out, logsumexp = forward(*inputs, None, None, 0.0, False, 0.25, "query", backend)
+            wanted = [True, True, True, False]
+            grads = backward(out, *inputs, None, out, logsumexp, None, 0.0, False, 0.25, wanted, backend)
+            results.append([t.full_tensor() if placement else t for t in (out, logsumexp, *grads[:3])])
+    for name, whole, sharded in zip(("out", "logsumexp", "query", "key", "value"), *results):
+        close(sharded, whole, f"{name} by {backend}")
 
 
 def run(inputs, mask, enable_grad=True):

@@ -124,7 +124,7 @@ def _register() -> None:
 
     @register_sharding(backward)
     def _(grad_out, query, key, value, attn_mask, out, logsumexp, dropout_seed, *options):
-        wanted = options[-1]
+        wanted = options[3]  # behind it comes the backend, where that is not the default
         rules = []
         for p in choices(query, key):
             mask, seed = given(p, attn_mask, dropout_seed)
