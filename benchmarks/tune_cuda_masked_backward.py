@@ -1,11 +1,12 @@
-"""Measure candidate tiles of the Hopper backward with bool masks or dropout on this GPU, for ``kernels/cuda/tiles.py``.
+"""Measure candidate tiles of the Hopper backward with masks or dropout on this GPU, for ``kernels/cuda/tiles.py``.
 
-    python -m benchmarks.tune_cuda_masked_backward --out FILE.json [--only causal] [--budget 60]
+    python -m benchmarks.tune_cuda_masked_backward --out FILE.json [--floats] [--only causal] [--budget 60]
 
 One row for each case: milliseconds of every candidate's kernels with the lists and bits that they need, of the Triton
 kernels with their lists and of PyTorch's own choice, timed in turns, medians, random data; and of each of the kernels
-of the table's tile apart. A candidate whose gradients are not Triton's within rounding, or which does not compile, is
-named in `failed` instead.
+of the table's tile apart. "call" is what the cuda backend runs, in as many parts as memory asks for; where the mask's
+gradient is wanted, it, Triton and PyTorch compute that too. A candidate whose gradients are not Triton's within
+rounding, or which does not compile, is named in `failed` instead. --floats: float masks instead of bool ones.
 """
 
 from __future__ import annotations
@@ -26,24 +27,50 @@ from benchmarks.harness import Meter, Results, Run, environment
 from benchmarks.tune_cuda import kernel_times
 from benchmarks.tune_cuda_masks import LARGEST_DIFFERENCE
 from torch_flashbackend import ops, reference
-from torch_flashbackend.kernels.cuda import backward
+from torch_flashbackend.kernels.cuda import backward, forward
 from torch_flashbackend.kernels.cuda.tiles import BackwardTile
+
+PER_KEY = "key_bias", "lowest_padding"  # float masks with one row for all queries
+
+
+def has_float_mask(case: cases.Case) -> bool:
+    return case.mask is not None and cases.MASKS[case.mask] != "bool_mask"
+
+
+def specialisation(case: cases.Case) -> backward.Specialisation:
+    """The table's for a long call."""
+    return backward.specialise(
+        case.head_dim, case.head_dim, torch.bfloat16, case.causal, False, 1 << 20, case.mask is not None,
+        case.dropout > 0.0, is_float_mask=has_float_mask(case), mask_per_key=case.mask in PER_KEY,
+    )  # fmt: skip
 
 
 def candidates(case: cases.Case) -> dict[str, BackwardTile]:
     """What is tried, by name; the table's for a long call first."""
     size, has_dropout = case.head_dim, case.dropout > 0.0
-    chosen = backward.specialise(
-        size, size, torch.bfloat16, case.causal, False, 1 << 20, case.mask is not None, has_dropout
-    ).tile
+    chosen = specialisation(case).tile
     found = {"table": chosen}
-    if not has_dropout:
+    if has_float_mask(case) and case.mask not in PER_KEY:
+        for rows, stages in ((64, 1), (32, 2), (16, 6)):
+            found[f"mask {rows}x{stages}"] = dataclasses.replace(chosen, mask_rows=rows, mask_stages=stages)
+    elif not has_dropout and not has_float_mask(case):
         found["persistent"] = dataclasses.replace(chosen, persistent=True)
     if size > 64:
         found["no turns"] = dataclasses.replace(chosen, turns=False, delta_first=False)
     if chosen.delta_first:
         found["no delta first"] = dataclasses.replace(chosen, delta_first=False)
     return found
+
+
+def float_work() -> list[cases.Case]:
+    """Float masks of every kind, most important first."""
+    names = "lowest_causal", "bias", "bias_grad", "batch_bias", "key_bias", "lowest_padding"
+    return [
+        cases.Case("mask", 32768 // (length * size // 64), 16, length, length, size, mask=name)
+        for length in (4096, 1024)
+        for size in (128, 64)
+        for name in names
+    ]
 
 
 def work() -> list[cases.Case]:
@@ -68,20 +95,25 @@ def measure(case: cases.Case, meter: Meter) -> tuple[dict[str, float], dict[str,
     stock = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=p, is_causal=causal, enable_gqa=grouped
     )
-    runs = {"stock": Run(functools.partial(
-        torch.autograd.grad, stock, (query, key, value), grad_out, retain_graph=True))}  # fmt: skip
+    needs_mask = mask is not None and mask.requires_grad
+    leaves = (query, key, value, mask) if needs_mask else (query, key, value)
+    runs = {"stock": Run(functools.partial(torch.autograd.grad, stock, leaves, grad_out, retain_graph=True))}
     query, key, value = (t.detach() for t in (query, key, value))
+    mask = mask if mask is None else mask.detach()
     seed = reference.draw_dropout_seed(query, p)
-    out, logsumexp = ops._attention_forward_cuda(query, key, value, mask, seed, p, causal, scale, "query", "triton")
-    triton = functools.partial(
-        ops._gradients_cuda, grad_out, query, key, value, mask, out, logsumexp, seed, p, causal, scale,
-        (True, True, True, False), "triton",
-    )  # fmt: skip
+    has_floats = has_float_mask(case)
+    out, logsumexp = ops._attention_forward_cuda(
+        query, key, value, mask, seed, p, causal, scale, "query", "cuda" if has_floats else "triton"
+    )
+    arguments = grad_out, query, key, value, mask, out, logsumexp, seed, p, causal, scale
+    triton = functools.partial(ops._gradients_cuda, *arguments, (True, True, True, needs_mask), "triton")
     runs["triton"] = Run(triton)
+    if has_floats:
+        runs["call"] = Run(functools.partial(ops._gradients_cuda, *arguments, (True, True, True, needs_mask), "cuda"))
     right = [grad.float() for grad in triton()[:3]]
     grads = [torch.empty_like(t) for t in (query, key, value)]
     failed, parts = {}, {}
-    for name, tile in candidates(case).items():
+    for name, tile in ({} if needs_mask else candidates(case)).items():
         try:
             plan = backward.Plan(
                 query, key, value, out, logsumexp, grad_out, *grads, causal, scale, False, tile, mask, p
@@ -107,16 +139,16 @@ def measure(case: cases.Case, meter: Meter) -> tuple[dict[str, float], dict[str,
 
 def compile_candidates(chosen: list[cases.Case]) -> None:
     """Fills the cache of binaries, several at a time; what does not compile shows later."""
-    specs = {
-        backward.specialise(
-            case.head_dim, case.head_dim, torch.bfloat16, case.causal, False, 1 << 20, case.mask is not None,
-            case.dropout > 0.0,
-        )._replace(tile=tile)
+    specs = {specialisation(case)._replace(tile=tile) for case in chosen for tile in candidates(case).values()}
+    specs |= {
+        forward.specialise_masked(
+            case.head_dim, case.head_dim, torch.bfloat16, case.mask in PER_KEY, True, torch.bfloat16
+        )
         for case in chosen
-        for tile in candidates(case).values()
+        if has_float_mask(case)
     }  # fmt: skip
 
-    def compile_one(spec: backward.Specialisation) -> None:
+    def compile_one(spec) -> None:
         try:
             spec.compile()
         except Exception as error:
@@ -130,11 +162,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--floats", action="store_true", help="float masks instead of bool masks and dropout")
     parser.add_argument("--only", default="", help="cases that have this in their label")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no further row is begun")
     options = parser.parse_args(argv)
     began = time.monotonic()
-    chosen = [case for case in work() if options.only in case.label]
+    chosen = [case for case in (float_work() if options.floats else work()) if options.only in case.label]
     compile_candidates(chosen)
     meter = Meter("cuda", options.rounds, round_ms=4.0)
     results = Results(Path(options.out), "tune_cuda_masked_backward", environment("cuda"), vars(options))

@@ -44,6 +44,12 @@ def specialisations():
                     found.append(backward.specialise(*dims, dtype, is_causal, deterministic, LONG, has_dropout=True))
                 if not deterministic:
                     found.append(backward.specialise(*dims, dtype, False, False, LONG, True, True))
+                    for per_key in (False, True) if ALL or dims in ((64, 64), (128, 128)) else [number % 4 < 2]:
+                        found.append(
+                            backward.specialise(
+                                *dims, dtype, False, False, LONG, True, is_float_mask=True, mask_per_key=per_key
+                            )
+                        )
     for number, size in enumerate((64, 72, 128)):
         spec = backward.specialise(size, size, torch.bfloat16, bool(number % 2), False, LONG, is_packed=True)
         found += [spec._replace(is_causal=is_causal) for is_causal in (False, True)]
@@ -53,7 +59,9 @@ def specialisations():
 def name_of(spec):
     kind = ("masked" if spec.is_masked else "causal" if spec.is_causal else "full", "bf16" if spec.is_bf16 else "f16")
     flags = (
-        ["dropout"] * spec.has_dropout
+        ["floats"] * spec.is_float_mask
+        + ["per_key"] * spec.mask_per_key
+        + ["dropout"] * spec.has_dropout
         + ["deterministic"] * spec.deterministic
         + [flag for flag in ("persistent", "unstaged", "fused", "paired") if getattr(spec.tile, flag)]
         + ["packed"] * spec.is_packed
@@ -89,6 +97,7 @@ def test_the_sample_has_every_combination_of_options():
     chosen = specialisations()
     assert len({(s.is_causal, s.is_bf16, s.deterministic) for s in chosen}) == 8
     assert len({(s.is_masked, s.is_causal, s.has_dropout, s.deterministic) for s in chosen}) == 4 + 2 + 4 + 1
+    assert len({(s.mask_per_key, s.is_bf16) for s in chosen if s.is_float_mask}) == 4
     plain = [s for s in chosen if not (s.is_masked or s.has_dropout)]
     assert {s.tile for s in plain} == {
         choose(*dims, is_causal, query_rows, deterministic)

@@ -13,7 +13,7 @@ from hooked import sample
 from test_cuda_launch import OnDevice
 from test_nvrtc import FakeDriver, install_fake_driver
 
-from torch_flashbackend import driver, nvrtc, ops, precompile
+from torch_flashbackend import driver, nvrtc, ops, precompile, reference
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import backward, dropout, forward, masks, tiles
 from torch_flashbackend.plans import Recent
@@ -69,17 +69,19 @@ def tensors(
     return on_device
 
 
-def run(listed, is_causal=True, scale=0.25, deterministic=False, mask=None, dropout_p=0.0, seed=None):
+def run(
+    listed, is_causal=True, scale=0.25, deterministic=False, mask=None, dropout_p=0.0, seed=None, delta=None, made=None
+):  # fmt: skip
     query, key, value, out, lse, grad_out, grad_query, grad_key, grad_value = listed
     backward.backward(
         grad_out, query, key, value, out, lse, is_causal, scale, grad_query, grad_key, grad_value, deterministic, mask,
-        dropout_p, seed,
+        dropout_p, seed, delta, made,
     )  # fmt: skip
 
 
-def params_of(cuda, launch):
+def params_of(cuda, launch, num_maps=6):
     """(the addresses in the tensor maps of the main kernel, the parameters) of a launch."""
-    *maps, params = (ctypes.c_void_p * 7).from_address(cuda.launches[launch][3])
+    *maps, params = (ctypes.c_void_p * (num_maps + 1)).from_address(cuda.launches[launch][3])
     addresses = [ctypes.c_uint64.from_address(address).value for address in maps]
     size = ctypes.sizeof(backward.BackwardParams)
     return addresses, backward.BackwardParams.from_buffer_copy(ctypes.string_at(params, size))
@@ -279,6 +281,66 @@ def test_parameters_of_a_call_with_a_mask(cuda, monkeypatch, head_dim, determini
     assert params.mask.plane_stride_head == (1 if own[1] else 0)
 
 
+def test_calls_that_share_a_mask_share_its_lists(cuda, monkeypatch):
+    monkeypatch.setattr(masks, "_empty", lambda size, _: SimpleNamespace(data_ptr=lambda: LISTS, size=size))
+    mask = OnDevice(torch.empty(1, 1, 300, 500, dtype=torch.bool, device="meta"), 9 << 20)
+    made = []
+    for batch in (2, 1):
+        run(tensors(batch=batch), is_causal=False, mask=mask, made=made)
+    # Two kernels make them, three compute.
+    assert len(cuda.launches) == 5 + 3 and len(made) == 1
+    first, second = (params_of(cuda, launch)[1] for launch in (3, 6))
+    assert (first.mask.bits, first.mask.lists) == (second.mask.bits, second.mask.lists)
+    assert second.mask.bits == LISTS
+
+
+class Logsumexp(OnDevice):
+    """In two parts, each contiguous, of some batches of more."""
+
+    def __getitem__(self, index):
+        part = OnDevice(self._tensor[index], self._pointer)
+        part.is_contiguous = self._tensor[index].is_contiguous
+        return part
+
+
+@pytest.mark.parametrize("own", [(True, True, True), (False, True, True), (True, False, False), (False, False, False)])
+@pytest.mark.parametrize("head_dim", [72, 64, 128])
+def test_parameters_of_a_call_with_a_float_mask(cuda, monkeypatch, head_dim, own):
+    monkeypatch.setattr(masks, "_empty", lambda size, _: SimpleNamespace(data_ptr=lambda: LISTS, size=size))
+    made = []
+    of_maps = driver.TensorMaps
+    monkeypatch.setattr(driver, "TensorMaps", lambda *given: made.append(given) or of_maps(*given))
+    shape = [size if is_own else 1 for size, is_own in zip((2, 4, 300), own)]
+    mask = OnDevice(torch.empty(*shape, 504, dtype=torch.bfloat16, device="meta").expand(2, 4, 300, 504), 9 << 20)
+    listed = tensors(head_dim=head_dim, seqlen_k=504)
+    listed[4] = Logsumexp(torch.empty(2, 5, 4, 300, device="meta")[:, 1:3], 5 << 20)
+    delta = OnDevice(torch.empty(2, 4, 300, device="meta"), 11 << 20)
+    run(listed, is_causal=False, mask=mask, delta=delta)
+    defines = cuda.compiled[-1].defines
+    assert (defines["MASKED"], defines["FLOAT_MASK"], defines["PERSISTENT"]) == (1, 1, 0)
+    assert defines["MASK_PER_KEY"] == (not own[2])
+    block_m, planes = defines["BLOCK_M"], shape[0] * shape[1]
+    q_tiles, own_q_tiles = math.ceil(300 / block_m), math.ceil(shape[2] / block_m)
+    (address,) = (ctypes.c_void_p * 1).from_address(cuda.launches[0][3])
+    bits = masks.BitsParams.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(masks.BitsParams)))
+    assert bits.larger == bits.mask.lists + 4 * planes * 4 * (2 + q_tiles)
+    assert bits.contents == bits.larger + 4 * planes * 4 * own_q_tiles * block_m // 32
+    addresses, params = params_of(cuda, 3, 7)
+    assert addresses[6] == 9 << 20
+    # Of the mask's own rows and heads, as many as a tile has, or the one for all queries.
+    assert tuple(made[-7][1]) == (*shape, 504)
+    assert made[-7][3] == (defines["MASK_ROWS"] if own[2] else 1)
+    assert (params.logsumexp, params.logsumexp_low) == (5 << 20, (5 << 20) + 4 * 5 * 4 * 300)
+    assert (params.delta, params.logsumexp_pitch) == (11 << 20, 300)
+    # Four statistics of a query.
+    assert params.sums == MEMORY and params.statistics == listed[6].data_ptr()
+    listed[6] = None
+    run(listed, is_causal=False, mask=mask)
+    _, params = params_of(cuda, len(cuda.launches) - 1, 7)
+    assert params.delta is None
+    assert params.sums == MEMORY + 4 * 8 * q_tiles * 4 * block_m
+
+
 @pytest.mark.parametrize("dropout_p", [0.25, 1.0])
 def test_parameters_of_a_call_with_dropout(cuda, monkeypatch, dropout_p):
     monkeypatch.setattr(dropout, "_empty", lambda size, _: SimpleNamespace(data_ptr=lambda: TABLE, size=size))
@@ -302,6 +364,27 @@ def test_parameters_of_a_call_with_dropout(cuda, monkeypatch, dropout_p):
     assert params.softmax_scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
     # Three statistics of a query, beside the query's gradient, in which there is room for 32.
     assert params.statistics == listed[6].data_ptr()
+
+
+def test_float_masks_without_a_kernel(cuda):
+    bias = torch.empty(1, 1, 300, 504, dtype=torch.bfloat16, device="meta")
+    options = {"is_causal": False}
+    for mask, changed in (
+        (bias.float(), {}),  # not of query's type
+        (bias, {"deterministic": True}),
+        (bias, {"dropout_p": 0.5}),
+        (bias[..., :1], {}),
+        (bias.expand(1, 1, 300, 504)[..., :500].contiguous()[..., 1:], {}),
+        (bias, {"is_causal": True}),
+    ):
+        listed = tensors(head_dim=64, seqlen_k=mask.size(3) if mask.size(3) > 1 else 504)
+        listed[4] = Logsumexp(torch.empty(2, 2, 4, 300, device="meta"), 5 << 20)
+        with pytest.raises(KernelUnavailable):
+            run(listed, mask=OnDevice(mask, 9 << 20), **(options | changed))
+    listed = tensors(head_dim=64, seqlen_k=504)
+    with pytest.raises(KernelUnavailable, match="two parts"):
+        run(listed, mask=OnDevice(bias, 9 << 20), is_causal=False)
+    assert not cuda.launches and not cuda.compiled
 
 
 @pytest.mark.parametrize(
@@ -329,7 +412,11 @@ def test_strides_that_the_copy_engine_cannot_walk():
         ("triton", {}, "triton"),
         ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, "cuda"),
         ("cuda", {"attn_mask": torch.ones(5, 5, dtype=torch.bool)}, "cuda"),
-        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5)}, "triton"),
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 8)[..., :5]}, "cuda"),
+        ("cuda", {"attn_mask": torch.ones(5, 8)[:, :5]}, "cuda"),
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5)}, "triton"),  # rows do not begin at multiples of 16 bytes
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 8, dtype=torch.float16)[..., :5]}, "triton"),
+        ("cuda", {"attn_mask": torch.ones(1, 1, 5, 8)[..., :5], "is_causal": True}, "triton"),
         ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool), "is_causal": True}, "triton"),
         ("cuda", {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool), "max_extras_head_dim": 8}, "triton"),
         ("cuda", {"dropout_p": 0.5}, "cuda"),
@@ -360,8 +447,10 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
     grad_out = torch.ones(()).expand_as(query)
     attn_mask, dropout_p = options.get("attn_mask"), options.get("dropout_p", 0.0)
     is_causal = options.get("is_causal", attn_mask is None)
+    is_float_mask = attn_mask is not None and attn_mask.dtype != torch.bool
+    logsumexp = torch.zeros(2, 1, 2, 5) if is_float_mask else torch.zeros(1, 2, 5)
     grads = ops._gradients_cuda(
-        grad_out, query, key, value, attn_mask, query.clone(), torch.zeros(1, 2, 5), None, dropout_p, is_causal, 0.25,
+        grad_out, query, key, value, attn_mask, query.clone(), logsumexp, None, dropout_p, is_causal, 0.25,
         (True, False, True, False), backend,
     )  # fmt: skip
     assert called == [ran]
@@ -395,6 +484,26 @@ def test_batches_at_a_time_take_no_more_memory_than_pytorchs_mask(shape, kv_head
     assert backward.batches_at_a_time(query, key, mask[:1].expand(mask_shape), dropout_p) <= expected
 
 
+@pytest.mark.parametrize(
+    ("shape", "mask_shape", "expected"),
+    [
+        ((4, 16, 4096, 128), (4, 1, 4096, 4096), 2),  # three, but two and two are as many launches
+        ((4, 16, 4096, 128), (1, 16, 4096, 4096), 2),
+        ((4, 16, 4096, 128), (1, 1, 1, 4096), 2),
+        ((1, 16, 4096, 128), (1, 1, 4096, 4096), 0),
+        ((32, 1, 4096, 128), (1, 1, 4096, 4096), 16),
+        ((4, 16, 4096, 16), (4, 16, 4096, 4096), 0),  # its bits alone
+    ],
+    ids=str,
+)
+def test_batches_with_a_float_mask_leave_room_for_its_bits(shape, mask_shape, expected):
+    query = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    mask = torch.empty(mask_shape, dtype=torch.bfloat16, device="meta")
+    assert backward.batches_at_a_time(query, query, mask, 0.0) == expected
+    sums = 4 * math.prod(shape[1:])
+    assert expected * sums + math.prod(mask_shape) // 8 <= shape[0] * sums or expected == 0
+
+
 def test_a_backward_in_parts_fills_all_of_the_gradients(monkeypatch):
     parts = []
 
@@ -415,3 +524,49 @@ def test_a_backward_in_parts_fills_all_of_the_gradients(monkeypatch):
     assert parts == [(2, (2, 1, 5, 5)), (1, (1, 1, 5, 5))]
     for grad in grads[:3]:
         assert (grad[:2] == 1.0).all() and (grad[2:] == 2.0).all()
+
+
+@pytest.mark.parametrize("own_heads", [False, True])
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 3), (1, 6), (3, 2)])
+def test_a_float_mask_in_parts_gives_what_it_gives_at_once(monkeypatch, batch, kv_heads, own_heads):
+    """Of a single batch some heads; delta for the mask's gradient is filled by parts too."""
+    sizes, lists = [], []
+
+    def fake(
+        grad_out, query, key, value, out, lse, is_causal, scale, grad_query, grad_key, grad_value, deterministic, mask,
+        dropout_p, seed, delta, made=None,
+    ):  # fmt: skip
+        sizes.append(query.shape[:2])
+        lists.append(made)
+        found = reference.attention_backward(
+            grad_out, query, key, value, mask, 0.0, is_causal, scale, None, out, lse
+        )  # fmt: skip
+        for grad, like in zip((grad_query, grad_key, grad_value), found):
+            grad.copy_(like)
+        delta.copy_((grad_out * out).sum(-1))
+
+    monkeypatch.setattr(backward, "backward", fake)
+    monkeypatch.setattr(backward, "batches_at_a_time", lambda *_: 2)
+    monkeypatch.setattr(ops, "_hopper_backward", lambda: backward)
+    deltas = []
+
+    def gradient_of_bias(delta):
+        deltas.append(delta)
+        return torch.zeros_like(mask)
+
+    monkeypatch.setattr(ops, "_bias_gradient", lambda *_: gradient_of_bias)
+    query, key, value = (sample(batch, heads, 8, 16, seed=heads).detach() for heads in (6, kv_heads, kv_heads))
+    query, key, value = (tensor.bfloat16() for tensor in (query, key, value))
+    mask = torch.randn(1, 6 if own_heads else 1, 8, 8).bfloat16()
+    out, logsumexp = ops._attention_forward_math(query, key, value, mask, None, 0.0, False, 0.25, "query")
+    grad_out = torch.randn_like(query)
+    arguments = grad_out, query, key, value, mask, out, logsumexp, None, 0.0, False, 0.25
+    *grads, _ = ops._gradients_cuda(*arguments, (True, True, True, True), "cuda")
+    assert sum(size[0] for size in sizes) == (batch if batch > 1 else kv_heads)
+    assert all(size[1] == (6 if batch > 1 else 6 // kv_heads) for size in sizes)
+    # Parts that have the same mask share its lists.
+    assert all((made is lists[0]) and (made is not None) for made in lists) == (batch > 1 or not own_heads)
+    whole = reference.attention_backward(grad_out, query, key, value, mask, 0.0, False, 0.25, None, out, logsumexp)
+    for grad, wanted in zip(grads, whole):
+        torch.testing.assert_close(grad, wanted)
+    torch.testing.assert_close(deltas, [(grad_out * out).sum(-1).float()])

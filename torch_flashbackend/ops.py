@@ -14,7 +14,7 @@ kernel hooks, ``selection`` and ``attention``. All operators are rank 4: query [
 with a positive dropout_p. ``backend`` says whose kernels run on CUDA: "triton", or "cuda", the Hopper kernels, in whose
 place Triton's run where a call is not theirs: an address that is no multiple of 16 bytes (a compiled graph is not
 traced again for it), another GPU than the one that the graph was made for, the backward of a call with a mask or
-dropout and a head_dim above 128. On CPU and MPS the math path runs.
+dropout and a head_dim above 128, or with a float32 mask. On CPU and MPS the math path runs.
 """
 
 from __future__ import annotations
@@ -190,33 +190,54 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
     if grad_out.stride(3) != 1:  # the gradient of a sum is expanded, say: no vector loads without a copy
         grad_out = grad_out.contiguous()
     mask = _mask_as_rank_4(attn_mask)
-    if backend == "cuda" and (mask is None or (mask.dtype == torch.bool and not is_causal)):
+    bias_gradient = None
+    if needs_mask and not is_causal and dropout_p == 0.0 and query.dtype != torch.float32:
+        bias_gradient = _bias_gradient(grad_out, query, key, value, mask, logsumexp, scale)
+    # The Hopper backward gives no mask's gradient, but delta for the kernel that does.
+    if backend == "cuda" and (mask is None or not is_causal) and (bias_gradient is not None or not needs_mask):
         deterministic = _torch.deterministic_enabled()
         fits = hopper.sums_fit(query, key) and hopper.extras_fit(query, value, mask, dropout_p, deterministic)
-        at_a_time = (
-            hopper.batches_at_a_time(query, key, mask, dropout_p) if fits and mask is not None else query.size(0)
-        )
+        # Of a single batch with a float mask, some heads are done at a time: as many batches.
+        as_batches = _heads_as_batches if fits and _is_float_mask_of_one_batch(query, key, mask) else _unchanged
+        batches = key.size(1) if as_batches is _heads_as_batches else query.size(0)
+        at_a_time = batches
+        if fits and mask is not None:
+            of_heads = (as_batches(tensor, batches) for tensor in (query, key, mask))
+            at_a_time = hopper.batches_at_a_time(*of_heads, dropout_p)
         fits = fits and at_a_time > 0
         if fits and not hopper.suits(grad_out):
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         if fits and hopper.suits(query, key, value, out):
             if grad_key is None or grad_value is None:
                 grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
-            for first in range(0, query.size(0), at_a_time):
-                part = slice(None) if at_a_time == query.size(0) else slice(first, first + at_a_time)
+            delta = None if bias_gradient is None else torch.empty_like(logsumexp[0])
+            whole = [
+                as_batches(tensor, batches)
+                for tensor in (grad_out, query, key, value, out, grad_query, grad_key, grad_value, mask, delta)
+            ]
+            lse = logsumexp if as_batches is _unchanged else logsumexp.view(2, batches, -1, logsumexp.size(3))
+            # A mask that all parts share is looked at once.
+            shared = at_a_time < batches and whole[-2] is not None and whole[-2].size(0) == 1
+            options: dict[str, Any] = {"made": []} if shared else {}
+            for first in range(0, batches, at_a_time):
+                part = slice(None) if at_a_time == batches else slice(first, first + at_a_time)
+                *inputs, of_query, of_key, of_value, mask_part, delta_part = (
+                    tensor if tensor is None or tensor.size(0) == 1 else tensor[part] for tensor in whole
+                )
+                if delta_part is not None:
+                    options["delta"] = delta_part
                 plan = hopper.backward(
-                    grad_out[part], query[part], key[part], value[part], out[part], logsumexp[part], is_causal, scale,
-                    None if grad_query is None else grad_query[part], grad_key[part], grad_value[part], deterministic,
-                    mask if mask is None or mask.size(0) == 1 else mask[part], dropout_p, dropout_seed,
+                    *inputs, lse[part] if lse.dim() == 3 else lse[:, part], is_causal, scale, of_query, of_key,
+                    of_value, deterministic, mask_part, dropout_p, dropout_seed, **options,
                 )  # fmt: skip
-            if at_a_time == query.size(0) and grad_out is tensors[0]:
+            grads = grad_query, grad_key if needs_key else None, grad_value if needs_value else None
+            if bias_gradient is not None:
+                return (*grads, bias_gradient(delta).view(attn_mask.shape))
+            if as_batches is _unchanged and at_a_time == batches and grad_out is tensors[0]:
                 repeat = hopper.Repeat(plan, (grad_query, grad_key, grad_value), output_mask)
                 hopper.recent.remember(kind, tensors, repeat)
-            return grad_query, grad_key if needs_key else None, grad_value if needs_value else None, None
+            return (*grads, None)
     allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
-    bias_gradient = None
-    if needs_mask and not is_causal and dropout_p == 0.0 and query.dtype != torch.float32:
-        bias_gradient = _bias_gradient(grad_out, query, key, value, mask, logsumexp, scale)
     grad_mask = _kernels().backward(
         grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
         grad_key, grad_value, needs_mask and bias_gradient is None, allow_tf32, bias_gradient,
@@ -227,6 +248,21 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
         grad_value if needs_value else None,
         grad_mask.view(attn_mask.shape) if needs_mask else None,
     )
+
+
+def _is_float_mask_of_one_batch(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    return mask is not None and mask.dtype != torch.bool and query.size(0) == 1 and key.size(1) > 1
+
+
+def _heads_as_batches(tensor: Tensor | None, kv_heads: int) -> Tensor | None:
+    """Of one batch: [1, H, ...] as [Hkv, H / Hkv, ...], unless it has one head for all."""
+    if tensor is None or tensor.size(1) == 1:
+        return tensor
+    return tensor[0].unflatten(0, (kv_heads, -1))
+
+
+def _unchanged(tensor: Tensor | None, _: int) -> Tensor | None:
+    return tensor
 
 
 def _kind_of_backward(tensors, attn_mask, dropout_p, is_causal, scale, output_mask):

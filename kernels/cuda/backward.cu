@@ -26,8 +26,9 @@
 // PERSISTENT: a block for each multiprocessor, which takes one tile of keys after the other from a counter. The next
 // tile's loads run beside the last steps and the epilogue, and gradients leave by a warp of their own meanwhile.
 //
-// MASKED: there is a bool mask. A block visits the query tiles of a list (backward_mask.cuh); which of the scores of a
-// mixed one count comes as bits beside its queries.
+// MASKED: there is a mask. A block visits the query tiles of a list (backward_mask.cuh); which of the scores of a mixed
+// one count comes as bits beside its queries. FLOAT_MASK: it is of numbers of 16 bits, which come by the copy engine
+// where bits do not say it all (backward_bias.cuh).
 //
 // DROPOUT: a word of each thread says which of its scores stay (dropout.cuh). P^T without the others goes into
 // grad_value, dP^T without them into dS^T, both without the scale of what stays, which the sums are multiplied by at
@@ -43,7 +44,7 @@
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
 // tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES (2), KEYS_IN_REGISTERS, TURNS, DELTA_FIRST, PERSISTENT, FUSED,
-// UNSTAGED, IS_CAUSAL, MASKED, DROPOUT, IS_BF16, DETERMINISTIC.
+// UNSTAGED, IS_CAUSAL, MASKED, FLOAT_MASK, MASK_PER_KEY, MASK_ROWS, MASK_STAGES, DROPOUT, IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -75,12 +76,17 @@ constexpr int STAGE_MASK_BYTES = MASK_BYTES;
 #else
 constexpr int STAGE_MASK_BYTES = 0;
 #endif
+#if FLOAT_MASK
+constexpr int ALL_VALUES_BYTES = MASK_STAGES * VALUES_BYTES, VALUES_STAGES = MASK_STAGES;
+#else
+constexpr int ALL_VALUES_BYTES = 0, VALUES_STAGES = 0;
+#endif
 
 static_assert(Q_STAGES <= 4, "four words say of each stage what it holds");
 
 // Byte addresses in shared memory.
 struct Shared {
-  uint32_t key, value, query, grad_out, grad_scores, staging, statistics, mask_bits, kept, ticket, barriers;
+  uint32_t key, value, query, grad_out, grad_scores, staging, values, statistics, mask_bits, kept, ticket, barriers;
   __device__ explicit Shared(uint32_t base)
       : key(base),
         value(key + K_BYTES),
@@ -88,13 +94,14 @@ struct Shared {
         grad_out(query + Q_STAGES * Q_BYTES),
         grad_scores(grad_out + DO_STAGES * DO_BYTES),
         staging(grad_scores + DS_STAGES * DS_BYTES),
-        statistics(staging + STAGING_BYTES),
+        values(staging + STAGING_BYTES),
+        statistics(values + ALL_VALUES_BYTES),
         mask_bits(statistics + Q_STAGES * STATISTICS_BYTES),
         kept(mask_bits + Q_STAGES * STAGE_MASK_BYTES),
         ticket(kept + (DROPOUT ? 128 * CONSUMERS * 4 : 0)),
         barriers(ticket + 16 + (MASKED + DROPOUT) * 16) {}
-  // Of a query tile: whether it is mixed, and its head, counted over the batch.
-  __device__ uint32_t mixed(int stage) const { return ticket + 16 + 4 * stage; }
+  // Of a query tile: its kind, and its head, counted over the batch.
+  __device__ uint32_t kind(int stage) const { return ticket + 16 + 4 * stage; }
   __device__ uint32_t head(int stage) const { return ticket + 16 + MASKED * 16 + 4 * stage; }
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
   __device__ uint32_t k_full() const { return barrier(0); }
@@ -112,6 +119,8 @@ struct Shared {
   __device__ uint32_t grads_sent() const { return ds_full(2 * DS_STAGES + 2); }
   __device__ uint32_t work_full(int stage) const { return ds_full(2 * DS_STAGES + 3 + stage); }
   __device__ uint32_t work_empty(int stage) const { return work_full(2 + stage); }
+  __device__ uint32_t values_full(int stage) const { return work_empty(2 + stage); }
+  __device__ uint32_t values_empty(int stage) const { return values_full(VALUES_STAGES + stage); }
   __device__ uint32_t grad_value() const { return PERSISTENT ? grad_scores : value; }
   __device__ uint32_t grad_key() const { return !PERSISTENT ? key : GRADS_IN_DS ? grad_scores + V_BYTES : staging; }
 };
@@ -288,6 +297,9 @@ struct Progress {
   uint32_t sent_phase = 1;   // the staging buffer is free at first
   uint32_t grads_phase = 1;  // and the places that gradients leave from
   uint32_t kv_phase = 0;
+#if FLOAT_MASK
+  Ring<MASK_STAGES> m;
+#endif
 };
 
 __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const TensorMap& grad_value_map,
@@ -299,10 +311,10 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   const Piece piece(warpgroup);
   const uint32_t key_columns =
       descriptor(shared.key + piece.first_column / BOX_COLUMNS * BLOCK_N * BOX_ROW_BYTES, BLOCK_N * BOX_ROW_BYTES);
-#if !MASKED || DROPOUT
+#if !MASKED || DROPOUT || FLOAT_MASK
   const int thread_key = work.k_tile * BLOCK_N + warp_row + lane / 4;  // and thread_key + 8
 #endif
-#if !MASKED
+#if !MASKED || FLOAT_MASK
   const int first_key = work.k_tile * BLOCK_N + 64 * warpgroup;
   const bool ends = first_key + 64 > work.keys(params);
 #endif
@@ -387,7 +399,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       const uint32_t grad_out = shared.grad_out + d.stage * DO_BYTES + rows;
       const uint32_t statistics = shared.statistics + q.stage * STATISTICS_BYTES + part * STEP_M * 4 + quad_lane * 8;
 #if MASKED
-      const bool mixed = read_word(shared.mixed(q.stage));
+      const int kind = read_word(shared.kind(q.stage));
       const uint32_t mask_word =
           shared.mask_bits + q.stage * MASK_BYTES + (part * 128 * CONSUMERS + threadIdx.x - 128) * 4;
 #endif
@@ -410,20 +422,32 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
                                    keys_random, params.dropout.threshold, quad_lane));
 #endif
 #if MASKED
-      if (mixed) keep_some(scores, read_word(mask_word), -INFINITY_F);
+      if (kind == BITS) keep_some(scores, read_word(mask_word), -INFINITY_F);
+#if FLOAT_MASK
+      if (kind == VALUES) {
+        add_values(scores, shared, progress.m, warp_row, statistics, params.softmax_scale);
+        if (ends) mask_keys(scores, thread_key, 0, params.seqlen_k);
+      }
+#endif
 #else
       if (ends || (IS_CAUSAL && first_row + part * STEP_M < first_key + 63))
         mask_keys(scores, thread_key, first_row + part * STEP_M, work.keys(params));
 #endif
       if (TURNS) named_sync(FIRST_TURN + warpgroup, 128 * CONSUMERS);
+#if FLOAT_MASK
+      if (kind == VALUES) {
 #pragma unroll
-      for (int i = 0; i < STEP_M / 2; i += 4) {
-        const float2 logsumexp = read_pair(statistics + 8 * i);
-        scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -logsumexp.x));
-        scores[i + 1] = exp2_approx(fmaf(scores[i + 1], scale_log2, -logsumexp.y));
-        scores[i + 2] = exp2_approx(fmaf(scores[i + 2], scale_log2, -logsumexp.x));
-        scores[i + 3] = exp2_approx(fmaf(scores[i + 3], scale_log2, -logsumexp.y));
-      }
+        for (int i = 0; i < STEP_M / 2; ++i) scores[i] = exp2_approx(scores[i]);
+      } else
+#endif
+#pragma unroll
+        for (int i = 0; i < STEP_M / 2; i += 4) {
+          const float2 logsumexp = read_pair(statistics + 8 * i);
+          scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -logsumexp.x));
+          scores[i + 1] = exp2_approx(fmaf(scores[i + 1], scale_log2, -logsumexp.y));
+          scores[i + 2] = exp2_approx(fmaf(scores[i + 2], scale_log2, -logsumexp.x));
+          scores[i + 3] = exp2_approx(fmaf(scores[i + 3], scale_log2, -logsumexp.y));
+        }
       uint32_t probabilities[STEP_M / 4];
 #if DROPOUT
       pack_some(probabilities, scores, read_word(kept));
@@ -459,7 +483,13 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       }
 #if MASKED
       // Not by the probability: dP may be infinite or NaN there.
-      if (mixed) keep_some(grads, read_word(mask_word), 0.0f);
+      if (kind == BITS) keep_some(grads, read_word(mask_word), 0.0f);
+#if FLOAT_MASK
+      if (kind == VALUES) {
+#pragma unroll
+        for (int i = 0; i < STEP_M / 2; ++i) grads[i] = scores[i] == 0.0f ? 0.0f : grads[i];
+      }
+#endif
 #endif
       uint32_t grad_scores[STEP_M / 4];
       pack_all(grad_scores, grads);
@@ -608,6 +638,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
     const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap grad_out_map,
     const __grid_constant__ TensorMap grad_key_map, const __grid_constant__ TensorMap grad_value_map,
+#if FLOAT_MASK
+    const __grid_constant__ TensorMap mask_map,
+#endif
     const __grid_constant__ BackwardParams params) {
   // The swizzle counts from multiples of 1024 bytes.
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -633,6 +666,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     for (int warpgroup = 0; warpgroup < CONSUMERS; ++warpgroup) {
       barrier_init(shared.staged(warpgroup), 4);
       barrier_init(shared.sent(warpgroup), 1);
+    }
+    for (int stage = 0; stage < VALUES_STAGES; ++stage) {
+      barrier_init(shared.values_full(stage), 1);
+      barrier_init(shared.values_empty(stage), 4 * CONSUMERS);
     }
     barrier_init(shared.kv_empty(), 4 * CONSUMERS);
     barrier_init(shared.grads_staged(), 4 * CONSUMERS);
@@ -677,6 +714,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     }
     if (PERSISTENT && threadIdx.x == 96)
       exchange_keys(key_map, value_map, grad_key_map, grad_value_map, params, shared);
+#if FLOAT_MASK
+    if (threadIdx.x == 96) load_values(mask_map, work_of(item_at(number, params), params), params, shared);
+#endif
   } else {
     registers_claim<CONSUMER_REGISTERS>();
     Progress progress;

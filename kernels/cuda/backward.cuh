@@ -8,8 +8,8 @@
 #include "wgmma.cuh"
 #include "wgmma_instructions.cuh"
 
-// Where the lists of a bool mask lie (backward_mask.cuh): of each plane of the mask and tile of keys, which query tiles
-// to visit, and the bits of mixed ones.
+// Where the lists of a mask lie (backward_mask.cuh): of each plane of the mask and tile of keys, which query tiles to
+// visit, and the bits of mixed ones.
 struct QueryMask {
   const uint32_t* bits;
   const int* lists;
@@ -40,6 +40,8 @@ struct BackwardParams {
   DropoutParams dropout;  // DROPOUT; softmax_scale, by which gradients are multiplied at last, has its scale in it
   float kept;             // 1 - dropout_p
   int unused;
+  const float* logsumexp_low;  // FLOAT_MASK: what rounding cut off `logsumexp`
+  float* delta;                // FLOAT_MASK: as `logsumexp`, written for the mask's gradient; null where nobody asks
   // Of packed sequences (PACKED), one batch: the list of query tiles (q_slots) and then of tiles of keys (k_tiles), two
   // int4 for each (varlen_schedule.py); q_tiles is how many query tiles of a head the workspace has room for.
   const int4* entries;
@@ -63,6 +65,7 @@ static_assert(BLOCK_M % STEP_M == 0 && STEP_M % 16 == 0);
 #if MASKED
 #include "backward_mask.cuh"
 #endif
+static_assert(!FLOAT_MASK || (MASKED && !DROPOUT && !PERSISTENT && !DETERMINISTIC));
 #if DROPOUT
 static_assert(!DELTA_FIRST, "dP is dropped before delta is subtracted");
 static_assert(STEP_M == 64, "a word says which of a thread's scores stay");
@@ -74,8 +77,9 @@ constexpr int DO_BYTES = BLOCK_M * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 constexpr int K_BYTES = BLOCK_N * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
 constexpr int V_BYTES = BLOCK_N * round_up(HEAD_DIM_V, BOX_COLUMNS) * 2;
 constexpr int DS_BYTES = BLOCK_M * BLOCK_N * 2;
-// Logsumexp in base 2 and -delta of each query, and with DROPOUT its random key.
-constexpr int STATISTICS = 2 + DROPOUT;
+// Logsumexp in base 2 and -delta of each query; with DROPOUT its random key; with FLOAT_MASK the logsumexp once more,
+// in natural units, and what that lacks, in base 2.
+constexpr int STATISTICS = 2 + DROPOUT + 2 * FLOAT_MASK;
 constexpr int STATISTICS_BYTES = STATISTICS * BLOCK_M * 4;
 
 // How the warpgroups share a tile of grad_query: 64 rows each where there are so many, else whole boxes of columns.
@@ -271,13 +275,13 @@ __device__ __forceinline__ int count_tiles(const Work& work, const BackwardParam
 }
 
 #if MASKED
-// The loading thread: whether a query tile is mixed, and its bits if it is, on their way to the consumers beside the
-// queries of the same stage, before which it must be called.
+// The loading thread: of which kind a query tile is, and its bits if it has some, on their way to the consumers beside
+// the queries of the same stage, before which it must be called.
 template <class Shared>
 __device__ __forceinline__ void load_mask(const Work& work, int head, int entry, int stage,
                                           const BackwardParams& params, const Shared& shared) {
-  write_word(shared.mixed(stage), entry_mixed(entry));
-  if (entry_mixed(entry)) {
+  write_word(shared.kind(stage), entry_kind(entry));
+  if (entry_kind(entry) == BITS) {
     const int tile = params.mask.q_tiles == 1 ? 0 : entry_tile(entry);
     const int64_t number = (int64_t)list_number(work, head, params) * params.mask.q_tiles + tile;
     load_bytes<MASK_BYTES>(params.mask.bits + number * MASK_WORDS, shared.mask_bits + stage * MASK_BYTES,
@@ -322,6 +326,10 @@ __device__ __forceinline__ uint32_t kept_scores(uint32_t rows, const uint2& of_k
   }
   return kept;
 }
+#endif
+
+#if FLOAT_MASK
+#include "backward_bias.cuh"
 #endif
 
 // The loading warp. Shared: where the kernel keeps its tiles and barriers.
@@ -559,6 +567,17 @@ __device__ __forceinline__ void prepare_tile(const QueryTile& tile, int sums_shi
         const int row = (begin + i) * (THREADS / 8) + thread / 8;
         float high = base_e[i] * 1.4426950408889634f;
         if (MASKED && high == -INFINITY_F) high = INFINITY_F;  // so have those that see no key
+#if FLOAT_MASK
+        const int64_t at = logsumexp - params.logsumexp + first_row + row;
+        const float natural = base_e[i] == -INFINITY_F ? INFINITY_F : base_e[i];
+        const float low = natural == INFINITY_F ? 0.0f : params.logsumexp_low[at] * LOG2E;
+        // Where it is of the lowest number, which is -infinity in base 2, only keys that numbers are added to are seen.
+        high = fmaf(natural, LOG2E, low);
+        if (high < -3e38f) high = -3e38f;
+        statistics[2 * BLOCK_M + row] = natural;
+        statistics[3 * BLOCK_M + row] = low;
+        if (params.delta != nullptr && first_row + row < seqlen_q) params.delta[at] = delta;
+#endif
         statistics[row] = high;
 #if DROPOUT
         // Of dP without the scale of what stays, by which dS is multiplied at last.

@@ -103,6 +103,8 @@ class BackwardParams(ctypes.Structure):
         ("dropout", dropout.DropoutParams),  # zeros without dropout
         ("kept", ctypes.c_float),  # 1 - dropout_p
         ("unused", ctypes.c_int32),
+        ("logsumexp_low", ctypes.c_void_p),  # of float masks: what rounding cut off logsumexp
+        ("delta", ctypes.c_void_p),  # likewise: to be written for the mask's gradient, or null
         # Of packed sequences alone (``varlen.py``).
         ("entries", ctypes.c_void_p),  # int32 [q_slots + k_tiles, 8], the tiles of queries and of keys
         ("grad_key", ctypes.c_void_p),
@@ -117,14 +119,16 @@ class BackwardParams(ctypes.Structure):
 
 # Written at once, which is faster than field by field: tensor maps, and the first fields of BackwardParams.
 _MAP_ADDRESSES = struct.Struct("@6P")
+_FLOAT_MASK_MAP_ADDRESSES = struct.Struct("@7P")
 _ADDRESSES = struct.Struct("@8P")
 
 
 class Specialisation(NamedTuple):
     """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256.
 
-    is_masked: there is a bool mask. The binary then holds the kernels that read it too, and with has_dropout the one
-    that writes random keys. is_packed: sequences follow each other in one tensor (``varlen.py``).
+    is_masked: there is a mask, is_float_mask: of query's dtype, not of bools, mask_per_key: the same for all queries.
+    The binary then holds the kernels that read it too, and with has_dropout the one that writes random keys. is_packed:
+    sequences follow each other in one tensor (``varlen.py``).
     """
 
     head_dim: int
@@ -136,6 +140,8 @@ class Specialisation(NamedTuple):
     is_masked: bool = False
     has_dropout: bool = False
     is_packed: bool = False
+    is_float_mask: bool = False
+    mask_per_key: bool = False
 
     @property
     def defines(self) -> dict[str, int]:
@@ -159,6 +165,10 @@ class Specialisation(NamedTuple):
             "PAIRED": int(tile.paired),
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
+            "FLOAT_MASK": int(self.is_float_mask),
+            "MASK_PER_KEY": int(self.mask_per_key),
+            "MASK_ROWS": tile.mask_rows if not self.mask_per_key else tile.step_m,
+            "MASK_STAGES": tile.mask_stages,
             "DROPOUT": int(self.has_dropout),
             "IS_BF16": int(self.is_bf16),
             "DETERMINISTIC": int(self.deterministic),
@@ -173,6 +183,10 @@ class Specialisation(NamedTuple):
         queries = tile.block_m * (tile.q_stages * (padded * 2 + 8) + tile.do_stages * padded_v * 2)
         if self.is_masked:
             queries += tile.q_stages * tile.block_m * tile.block_n // 8
+        if self.is_float_mask:
+            queries += tile.q_stages * tile.block_m * 8
+            rows = 8 if self.mask_per_key else tile.mask_rows  # one, where the swizzle begins anew
+            queries += tile.mask_stages * rows * tile.block_n * 2
         if self.has_dropout:
             queries += tile.q_stages * tile.block_m * 4 + tile.block_n * 8
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
@@ -250,12 +264,14 @@ def specialise(
     has_dropout: bool = False,
     is_packed: bool = False,
     can_fuse: bool = True,
+    is_float_mask: bool = False,
+    mask_per_key: bool = False,
 ) -> Specialisation:
     """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256.
 
-    query_rows: how many queries a key head has, those of all its query heads together. is_masked: with a bool mask,
-    has_dropout: with dropout, is_packed: of packed sequences, all for head dimensions up to 128. can_fuse: one kernel
-    may do all.
+    query_rows: how many queries a key head has, those of all its query heads together. is_masked: with a mask (of
+    query's dtype where is_float_mask, the same for all queries where mask_per_key), has_dropout: with dropout,
+    is_packed: of packed sequences, all for head dimensions up to 128. can_fuse: one kernel may do all.
     """
     padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
     if padded_v > 64:
@@ -270,8 +286,13 @@ def specialise(
         tile = dataclasses.replace(tile, delta_first=False, persistent=False)
     if is_packed:
         tile = dataclasses.replace(tile, persistent=False)
+    if is_float_mask:
+        tile = tiles.with_float_mask(tile)
     is_bf16 = dtype == torch.bfloat16
-    return Specialisation(padded, padded_v, is_causal, is_bf16, deterministic, tile, is_masked, has_dropout, is_packed)
+    return Specialisation(
+        padded, padded_v, is_causal, is_bf16, deterministic, tile, is_masked, has_dropout, is_packed, is_float_mask,
+        mask_per_key,
+    )  # fmt: skip
 
 
 def specialise_dense(
@@ -324,6 +345,9 @@ def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> boo
     if mask is None and dropout_p == 0.0:
         return True
     largest = max(query.size(3), value.size(3))
+    if mask is not None and mask.dtype != torch.bool:
+        fits = mask.dtype == query.dtype and forward.takes_mask(query, mask)
+        return fits and largest <= MAX_EXTRAS_HEAD_DIM and dropout_p == 0.0 and not deterministic
     if deterministic and mask is not None:
         # A mask's lists and the order of blocks together are more than the storing threads have registers for, unless
         # the consumers have some to spare; and dropout leaves them none.
@@ -334,13 +358,17 @@ def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> boo
 def batches_at_a_time(query, key, mask, dropout_p: float) -> int:
     """How many batches of a call with a mask may be computed at a time, so that it takes no more memory than PyTorch's.
 
-    PyTorch's kernel for masks has no float32 sums of the query's gradient, but at its peak as many bytes as the mask
-    has elements (measured), and keys and values repeated for the query heads that share them. 0 where the sums of a
-    single batch are more than that.
+    PyTorch's kernel for masks has at its peak as many bytes as a bool mask has elements beside what it has without one
+    (measured), and keys and values repeated for the query heads that share them. 0 where the sums of the query's
+    gradient of a single batch are more than that. A float mask it takes as it is; there it has float32 sums itself.
     """
     batch, heads, seqlen_q, head_dim = query.shape
     sums = 4 * heads * _round_up(seqlen_q, 128) * _round_up(head_dim, 16)
     in_memory = math.prod(size for size, stride in zip(mask.shape, mask.stride(), strict=True) if stride)
+    if mask.dtype != torch.bool:
+        # Bits, rows and entries of lists are a seventh of its elements at most.
+        most = min((4 * batch * heads * seqlen_q * head_dim - in_memory // 7) // sums, batch)
+        return math.ceil(batch / math.ceil(batch / most)) if most > 0 else 0
     repeated = 0 if heads == key.size(1) else 4 * key.size(2) * head_dim * heads * batch
     # An eighth of it is what the lists' own bits take.
     most = min((7 * in_memory // 8 + repeated) // sums, batch)
@@ -358,15 +386,16 @@ def _refusal(
     refusal = forward._refusal(query, key, value, mask, is_causal, softmax_scale, 0.0)
     if refusal:
         return refusal
-    if mask is not None and mask.dtype != torch.bool:
-        return "the Hopper backward takes bool masks alone"
     if query.size(3) > MAX_HEAD_DIM or value.size(3) > MAX_HEAD_DIM:
         return f"the Hopper backward has no head_dim {query.size(3)} with value head_dim {value.size(3)}"
     if not extras_fit(query, value, mask, dropout_p, deterministic):
         return f"the Hopper backward does not take this mask or dropout with a head_dim of {query.size(3)}"
     if not suits(query, key, value, out, grad_out):
         return "the copy engine cannot walk tensors with such strides"
-    if logsumexp.dtype != torch.float32 or not logsumexp.is_contiguous():
+    in_parts = mask is not None and mask.dtype != torch.bool
+    if len(logsumexp.shape) != 3 + in_parts:
+        return "the Hopper backward needs a logsumexp in two parts with a float mask, in one without"
+    if logsumexp.dtype != torch.float32 or not (logsumexp[0] if in_parts else logsumexp).is_contiguous():
         return "the Hopper backward needs a contiguous float32 logsumexp"
     return ""
 
@@ -390,6 +419,7 @@ class Plan:
         "_functions",
         "_maps",
         "_mask",
+        "_mask_map",
         "_params",
         "_semaphores_at",
         "_statistics_in_gradient",
@@ -413,11 +443,14 @@ class Plan:
         index = self._device_index = query.device.index
         query_rows = seqlen_q * (heads // kv_heads)
         is_masked, has_dropout = mask is not None, dropout_p > 0.0
+        scores_shape = batch, heads, seqlen_q, seqlen_k
+        is_float_mask = mask is not None and mask.dtype != torch.bool
+        mask_per_key = is_float_mask and masks.strides_of(mask, scores_shape)[2] == 0
         _, num_sms = forward._device(index)
         if is_masked or has_dropout or grad_query is None:
             spec = specialise(
                 head_dim, head_dim_v, query.dtype, is_causal, deterministic, query_rows, is_masked, has_dropout,
-                can_fuse=False,
+                can_fuse=False, is_float_mask=is_float_mask, mask_per_key=mask_per_key,
             )  # fmt: skip
         else:
             spec = specialise_dense(
@@ -440,7 +473,7 @@ class Plan:
             raise KernelUnavailable(f"{max(all_q_tiles, blocks)} tiles are more than 32 bits count")
         # One allocation: statistics, sums, semaphores, each at a multiple of 16 bytes. The query's gradient, which the
         # last kernel writes when nobody needs the statistics any more, holds them where it is large enough.
-        statistics = all_q_tiles * (2 + has_dropout) * tile.block_m
+        statistics = all_q_tiles * (2 + has_dropout + 2 * is_float_mask) * tile.block_m
         self._statistics_in_gradient = (
             grad_query is not None and not tile.fused and 4 * statistics <= _dense_bytes(grad_query)
         )
@@ -450,11 +483,16 @@ class Plan:
                 ctypes.c_void_p(driver.load_function(binary, entry, index, spec.shared_bytes if entry == MAIN else 0))
                 for entry in spec.launched
             ]
-            scores_shape = batch, heads, seqlen_q, seqlen_k
-            self._mask = self._dropout = None
+            self._mask = self._mask_map = self._dropout = None
             if mask is not None:
                 makers = [ctypes.c_void_p(driver.load_function(binary, entry, index, 0)) for entry in masks.BIT_ENTRIES]
                 self._mask = masks.QueryLists(makers, mask, scores_shape, tile)
+            if is_float_mask:
+                own = mask[masks.unexpanded(masks.strides_of(mask, scores_shape))]
+                rows_at_once = 1 if mask_per_key else tile.mask_rows
+                self._mask_map = driver.TensorMaps(
+                    own.dtype, own.shape, own.stride(), rows_at_once, own.data_ptr(), index
+                )  # fmt: skip
             if has_dropout:
                 maker = ctypes.c_void_p(driver.load_function(binary, dropout.ENTRY, index, 0))
                 self._dropout = dropout.Keys(maker, batch * heads, seqlen_q, seqlen_k, query.device)
@@ -526,13 +564,17 @@ class Plan:
         self._frames: list[driver.Frame] = []
 
     def __call__(
-        self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask=None, seed=None
-    ) -> None:
-        """Launch on the current stream of the tensors' device."""
+        self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask=None, seed=None,
+        delta=None, made: list[masks.QueryListsMade] | None = None,
+    ) -> None:  # fmt: skip
+        """Launch on the current stream of the tensors' device. made: see `backward`."""
         index = self._device_index
         if driver.current_device() != index:
             with torch.cuda.device(index):
-                return self(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed)
+                return self(
+                    query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed, delta,
+                    made,
+                )  # fmt: skip
         workspace = _allocate(query, self._workspace_floats)
         start, grad_out_pointer = workspace.data_ptr(), grad_out.data_ptr()
         query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map = self._maps
@@ -545,12 +587,16 @@ class Plan:
             grad_key_map.get(grad_key.data_ptr()),
             grad_value_map.get(grad_value.data_ptr()),
         )
+        addresses = _MAP_ADDRESSES
+        if self._mask_map is not None:
+            maps += (self._mask_map.get(mask.data_ptr()),)
+            addresses = _FLOAT_MASK_MAP_ADDRESSES
         try:
             frame = self._frames.pop()
         except IndexError:
             frame = driver.Frame(self._configs, self._params, len(maps))
         params = frame.params
-        _MAP_ADDRESSES.pack_into(frame.pointers, 0, *[address for address, _ in maps])
+        addresses.pack_into(frame.pointers, 0, *[address for address, _ in maps])
         grad_query_pointer = 0 if grad_query is None else grad_query.data_ptr()
         stream = driver.current_stream(index)
         counters = driver.counters(index, stream, self._counter_bytes) if self._counter_bytes else 0
@@ -561,8 +607,13 @@ class Plan:
             start + 4 * self._sums_at, semaphores, counters,
         )  # fmt: skip
         if self._mask is not None:
-            lists = self._mask.make(mask, index, stream)
+            lists = made[0] if made else self._mask.make(mask, index, stream)
+            if made is not None and not made:
+                made.append(lists)
             params.mask.bits, params.mask.lists = lists.bits, lists.lists
+        if self._mask_map is not None:
+            params.logsumexp_low = logsumexp.data_ptr() + 4 * logsumexp.stride(0)
+            params.delta = None if delta is None else delta.data_ptr()
         if self._dropout is not None:
             table = self._dropout.make(seed, index, stream)
             params.dropout.keys = table.data_ptr()
@@ -618,17 +669,21 @@ _plans: dict[tuple, Plan | KernelUnavailable] = {}
 
 def backward(
     grad_out, query, key, value, out, logsumexp, is_causal, softmax_scale, grad_query, grad_key, grad_value,
-    deterministic, mask=None, dropout_p=0.0, dropout_seed=None,
+    deterministic, mask=None, dropout_p=0.0, dropout_seed=None, delta=None,
+    made: list[masks.QueryListsMade] | None = None,
 ) -> Plan:  # fmt: skip
     """Fill grad_query (unless None), grad_key and grad_value, of their tensors' shapes, the last dimension dense.
 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], out and grad_out
     [B, H, seqlen_q, Dv], ``aligned`` and ``walkable``; float16 or bfloat16, all sizes positive, D and Dv multiples of 8
     up to 256, softmax_scale finite and positive. logsumexp float32 [B, H, at least seqlen_q], contiguous, natural
-    logarithm, -inf for a row that sees no key. deterministic: bit by bit the same result for the same call. mask bool
-    [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1] with any strides, not together with is_causal.
-    dropout_seed int64 [1] where dropout_p is positive; out is that of the same dropout. Both
-    where ``extras_fit``. Raises KernelUnavailable before any launch of the three kernels.
+    logarithm, -inf for a row that sees no key; with a float mask [2, B, H, as many], value and what rounding cut off
+    it. deterministic: bit by bit the same result for the same call. mask bool [B or 1, H or 1, seqlen_q or 1, seqlen_k
+    or 1] with any strides or of query's dtype and ``forward.takes_mask``, not together with is_causal. dropout_seed
+    int64 [1] where dropout_p is positive; out is that of the same dropout. Both where ``extras_fit``. delta, float32 of
+    logsumexp's shape in one part: to be filled with rowsum(grad_out * out), with a float mask alone. made: a list,
+    empty in the first of some calls with the same mask and sizes but for the batch, which keeps the mask's lists for
+    the others. Raises KernelUnavailable before any launch of the three kernels.
     """
     tensors = query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value
     key_of_plan = (
@@ -648,7 +703,7 @@ def backward(
         _plans[key_of_plan] = found
     if isinstance(found, KernelUnavailable):
         raise KernelUnavailable(str(found))
-    found(*tensors, mask, dropout_seed)
+    found(*tensors, mask, dropout_seed, delta, made)
     return found
 
 

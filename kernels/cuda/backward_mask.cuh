@@ -1,4 +1,4 @@
-// A bool mask in the backward: which query tiles a tile of keys visits, and what its threads see of a mixed one.
+// A mask in the backward: which query tiles a tile of keys visits, and what its threads see of a mixed one.
 //
 // Two kernels read the mask once, for its own batches and heads ("planes"), before the others run:
 //   flash_mask_bits, one block for each tile of BLOCK_M queries and BLOCK_N keys: nothing seen, all seen ("full"), or
@@ -7,8 +7,11 @@
 //     2 KB beside the tile's queries, and a thread one word and two selects a score
 //   flash_mask_query_lists, one warp for each tile of keys: its query tiles from the last to the first, without those
 //     that see nothing:  [count, entries ..., LIST_END]
-// An entry says the query tile, whether it is mixed, and how many tiles of earlier keys visit the same query tile, for
-// whom the deterministic mode waits. A mask with one row for all queries has the bits of one query tile.
+// An entry says the query tile, its kind, and how many tiles of earlier keys visit the same query tile, for whom the
+// deterministic mode waits. A mask with one row for all queries has the bits of one query tile.
+//
+// FLOAT_MASK (backward_mask_float.cuh): where it only hides, by -infinity or, in a row that has a larger number, by the
+// lowest finite one, it is as a bool mask. Tiles of other numbers have a kind of their own.
 #pragma once
 #include "mask.cuh"
 
@@ -16,6 +19,7 @@
 struct BitsParams {
   MaskParams mask;            // `lists`: [planes, k_tiles, 2 + q_tiles]
   uint32_t* bits;             // [planes, k_tiles, mask_q_tiles, MASK_WORDS], written for mixed tiles
+  uint32_t* larger;           // FLOAT_MASK: [planes, k_tiles, mask_q_tiles, BLOCK_M / 32], a bit for each row
   uint8_t* contents;          // [planes, k_tiles, mask_q_tiles]
   int mask_heads, mask_rows;  // the mask's own, 1 where it is broadcast
   int seqlen_k, k_tiles;
@@ -31,10 +35,14 @@ static_assert(STEP_M == 64, "a word holds a thread's scores");
 static_assert(BLOCK_N == 128, "eight threads read a row of keys");
 
 constexpr int LIST_END = -1;  // no entry: it would be of query tile 65,535
-enum Content { SOME_SEEN = 1, SOME_HIDDEN = 2, MIXED = SOME_SEEN | SOME_HIDDEN };
+// What a tile holds. Of a float mask: zeros; -infinity and what is past the last key; the lowest number; others.
+enum Content { SOME_SEEN = 1, SOME_HIDDEN = 2, MIXED = SOME_SEEN | SOME_HIDDEN, SOME_LOWEST = 4, SOME_OTHER = 8 };
+// How a tile is visited: with its scores as they are; with numbers of a float mask added to them; with some of them
+// hidden, by bits.
+enum TileKind { FULL = 0, VALUES = 1, BITS = 2 };
 
-__device__ __forceinline__ int entry_of(int tile, int content, int rank) {
-  return tile | rank << 16 | (content == MIXED ? 1 << 31 : 0);
+__device__ __forceinline__ int entry_of(int tile, int kind, int rank) {
+  return tile | rank << 16 | kind << 30;
 }
 __device__ __forceinline__ int entry_tile(int entry) {
   return entry & 0xFFFF;
@@ -42,8 +50,39 @@ __device__ __forceinline__ int entry_tile(int entry) {
 __device__ __forceinline__ int entry_rank(int entry) {
   return entry >> 16 & 0x7FFF;
 }
-__device__ __forceinline__ bool entry_mixed(int entry) {
-  return entry < 0;
+__device__ __forceinline__ int entry_kind(int entry) {
+  if (FLOAT_MASK) return (uint32_t)entry >> 30;  // there are no ranks
+  return entry < 0 ? BITS : FULL;
+}
+
+// Bits of 16 keys each of a tile's rows.
+using RowBits = unsigned short[BLOCK_M][8];
+
+// Writes the bits of a tile in the order in which the main kernel's threads hold its scores.
+__device__ __forceinline__ void write_bits(uint32_t* bits, const RowBits& rows) {
+  // This thread's keys are in the piece of its warp, and 8 apart.
+  const int lane = threadIdx.x % 32, key_piece = threadIdx.x / 32;
+#pragma unroll
+  for (int part = 0; part < BLOCK_M / 64; ++part) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int group = 0; group < 8; ++group) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const uint32_t seen = rows[64 * part + 8 * group + 2 * (lane % 4) + e][key_piece] >> lane / 4;
+        word |= (seen & 1) << (4 * group + e) | (seen >> 8 & 1) << (4 * group + 2 + e);
+      }
+    }
+    bits[part * BITS_THREADS + threadIdx.x] = word;
+  }
+}
+
+#if FLOAT_MASK
+#include "backward_mask_float.cuh"
+#else
+// How a tile is visited, or -1 where it is not.
+__device__ __forceinline__ int kind_of(int content) {
+  return content == MIXED ? BITS : content == SOME_SEEN ? FULL : -1;
 }
 
 // The lowest bit of each byte that is not 0, gathered: bit i for byte i.
@@ -59,7 +98,7 @@ __device__ __forceinline__ uint32_t sixteen_bits(const MaskParams& params, const
 
 extern "C" __global__ void __launch_bounds__(BITS_THREADS) flash_mask_bits(const __grid_constant__ BitsParams params) {
   constexpr int ROWS_AT_ONCE = BITS_THREADS / 8, TURNS_OF_ROWS = BLOCK_M / ROWS_AT_ONCE;
-  __shared__ unsigned short rows[BLOCK_M][8];  // 16 keys each
+  __shared__ RowBits rows;
   const int k_tile = blockIdx.x % params.k_tiles, q_tile = blockIdx.x / params.k_tiles % params.mask_q_tiles;
   const int plane = blockIdx.x / params.k_tiles / params.mask_q_tiles;
   const uint8_t* mask = params.mask.mask + plane / params.mask_heads * params.mask.stride_batch +
@@ -90,26 +129,12 @@ extern "C" __global__ void __launch_bounds__(BITS_THREADS) flash_mask_bits(const
       (__syncthreads_or(any != 0) ? SOME_SEEN : 0) | (__syncthreads_or(all != 0xFFFF) ? SOME_HIDDEN : 0);
   const int64_t tile = ((int64_t)plane * params.k_tiles + k_tile) * params.mask_q_tiles + q_tile;
   if (threadIdx.x == 0) params.contents[tile] = content;
-  if (content != MIXED) return;
-  // This thread's keys are in the piece of its warp, and 8 apart.
-  const int lane = threadIdx.x % 32, key_piece = threadIdx.x / 32;
-#pragma unroll
-  for (int part = 0; part < BLOCK_M / 64; ++part) {
-    uint32_t word = 0;
-#pragma unroll
-    for (int group = 0; group < 8; ++group) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const uint32_t seen = rows[64 * part + 8 * group + 2 * (lane % 4) + e][key_piece] >> lane / 4;
-        word |= (seen & 1) << (4 * group + e) | (seen >> 8 & 1) << (4 * group + 2 + e);
-      }
-    }
-    params.bits[tile * MASK_WORDS + part * BITS_THREADS + threadIdx.x] = word;
-  }
+  if (content == MIXED) write_bits(params.bits + tile * MASK_WORDS, rows);
 }
+#endif
 
-extern "C" __global__ void __launch_bounds__(32 * LIST_WARPS) flash_mask_query_lists(
-    const __grid_constant__ BitsParams params) {
+extern "C" __global__ void
+    __launch_bounds__(32 * LIST_WARPS) flash_mask_query_lists(const __grid_constant__ BitsParams params) {
   const int lane = threadIdx.x % 32, number = blockIdx.x * LIST_WARPS + threadIdx.x / 32;
   if (number >= params.num_lists) return;
   const int k_tile = number % params.k_tiles;
@@ -120,14 +145,20 @@ extern "C" __global__ void __launch_bounds__(32 * LIST_WARPS) flash_mask_query_l
   for (int first = params.q_tiles - 1; first >= 0; first -= 32) {
     const int tile = first - lane, at = params.mask_q_tiles == 1 ? 0 : tile;
     const int content = tile >= 0 ? contents[at] : SOME_HIDDEN;
+#if FLOAT_MASK
+    const bool lowest_hides = content & SOME_LOWEST && rows_have_larger(params, number / params.k_tiles, at);
+    const int kind = kind_of(content, lowest_hides);
+#else
+    const int kind = kind_of(content);
+#endif
     int rank = 0;
-    if (DETERMINISTIC && (content & SOME_SEEN)) {
+    if (DETERMINISTIC && kind >= 0) {
 #pragma unroll 8
       for (int earlier = 1; earlier <= k_tile; ++earlier)
         rank += contents[at - (int64_t)earlier * params.mask_q_tiles] & SOME_SEEN;
     }
-    const uint32_t visited = __ballot_sync(0xFFFFFFFF, content & SOME_SEEN);
-    if (content & SOME_SEEN) list[1 + count + __popc(visited & ((1u << lane) - 1))] = entry_of(tile, content, rank);
+    const uint32_t visited = __ballot_sync(0xFFFFFFFF, kind >= 0);
+    if (kind >= 0) list[1 + count + __popc(visited & ((1u << lane) - 1))] = entry_of(tile, kind, rank);
     count += __popc(visited);
   }
   if (lane == 0) {

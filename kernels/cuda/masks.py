@@ -70,6 +70,7 @@ class BitsParams(ctypes.Structure):
     _fields_ = [
         ("mask", MaskParams),
         ("bits", ctypes.c_void_p),
+        ("larger", ctypes.c_void_p),  # of float masks
         ("contents", ctypes.c_void_p),
         ("mask_heads", ctypes.c_int32),  # the mask's own, 1 where it is broadcast
         ("mask_rows", ctypes.c_int32),  # likewise
@@ -181,8 +182,8 @@ class QueryLists:
     numbers: what the main kernel must know of them beside their addresses, by the names of ``QueryMask``.
     """
 
-    __slots__ = ("_bits", "_configs", "_contents_at", "_device", "_frames", "_functions", "_lists_at", "_params",
-                 "_size", "numbers")  # fmt: skip
+    __slots__ = ("_configs", "_contents_at", "_device", "_frames", "_functions", "_larger_at", "_lists_at",
+                 "_params", "_size", "numbers")  # fmt: skip
 
     def __init__(
         self,
@@ -206,9 +207,12 @@ class QueryLists:
             raise KernelUnavailable(f"{lists * mask_q_tiles} tiles are more than 32 bits count")
         self._device = mask.device
         self._functions = functions
-        # One allocation of words: bits at its begin, which the copy engine reads by 16 bytes, lists, contents.
+        # One allocation of words: bits at its begin, which the copy engine reads by 16 bytes, lists, which rows have
+        # more than the lowest number, contents.
         self._lists_at = lists * mask_q_tiles * (tile.block_m * tile.block_n // 32)
-        self._contents_at = self._lists_at + lists * (2 + q_tiles)
+        self._larger_at = self._lists_at + lists * (2 + q_tiles)
+        has_lowest = mask.dtype != torch.bool
+        self._contents_at = self._larger_at + has_lowest * lists * mask_q_tiles * (tile.block_m // 32)
         self._size = self._contents_at + math.ceil(lists * mask_q_tiles / 4)
         self.numbers = {
             "plane_stride_batch": heads if batches > 1 else 0,
@@ -246,7 +250,8 @@ class QueryLists:
             frame = driver.Frame(self._configs, self._params)
         params = frame.params
         params.mask.mask, params.mask.lists = mask.data_ptr(), start + 4 * self._lists_at
-        params.bits, params.contents = start, start + 4 * self._contents_at
+        params.bits, params.larger = start, start + 4 * self._larger_at
+        params.contents = start + 4 * self._contents_at
         for entry, function, config in zip(BIT_ENTRIES, self._functions, frame.configs, strict=True):
             launch_counts[entry] += 1
             driver.launch(config, function, frame.arguments, device_index, stream)

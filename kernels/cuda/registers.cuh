@@ -58,6 +58,12 @@ __device__ __forceinline__ int read_word_remote(uint32_t address) {
   asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
   return word;
 }
+// 16 bits, as the lower half of a word.
+__device__ __forceinline__ uint32_t read_half(uint32_t address) {
+  unsigned short half;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(address) : "memory");
+  return half;
+}
 __device__ __forceinline__ void store_four(uint32_t address, const float* x) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
                : "memory");
@@ -185,6 +191,13 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint
 // The reverse: loads 8x8 matrices, row l % 8 of matrix l / 8 from the address that lane l gives.
 __device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+// The same, each matrix transposed.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(address)
                : "memory");

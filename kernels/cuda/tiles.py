@@ -231,6 +231,8 @@ class BackwardTile:
 
     fused: one kernel prepares, computes and finishes, part by part.
 
+    mask_rows, mask_stages: queries of a tile of a float mask, and such tiles in flight.
+
     Of the kernel for larger ones, with a head_dim above 192: paired: two blocks share the query's gradient of the keys
     of both, and load query and grad_out tiles once for both; do_stages does not count.
     """
@@ -248,6 +250,8 @@ class BackwardTile:
     fused: bool = False
     unstaged: bool = False
     paired: bool = False
+    mask_rows: int = 32
+    mask_stages: int = 3
 
     @property
     def num_warpgroups(self) -> int:
@@ -297,6 +301,11 @@ def choose_backward_usual(
     if max(head_dim, head_dim_v) <= 64:
         return BackwardTile(128, 128, 64, q_stages=3, keys_in_registers=True, persistent=persistent)
     return BackwardTile(64, 128, 64, q_stages=3, turns=True, delta_first=True, persistent=persistent)
+
+
+def with_float_mask(tile: BackwardTile) -> BackwardTile:
+    """The same with room for a float mask: its tiles take the place of one of query's."""
+    return replace(tile, q_stages=2, persistent=False)
 
 
 @dataclass(frozen=True)
