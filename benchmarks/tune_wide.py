@@ -3,8 +3,10 @@
     python -m benchmarks.tune_wide --out benchmarks/results/tune_wide.json [--only float32] [--budget 60]
 
 float32: products of float16 halves (``common.split_rows``) beside three TF32 ones, and the relative errors against
-float64 beside the default's. head_dim 512: the kernels of which two programs share the columns of a tile. As
-``tune_triton``, which times one kernel after the other.
+float64 beside the default's. head_dim 512: the kernels of which two programs share the columns of a tile ("wide"),
+those that keep probabilities in memory ("stored", each over all heads of a call), and the whole backward by how many
+programs for each multiprocessor a launch of the latter is to have, which decides on the memory. As ``tune_triton``,
+which times one kernel after the other.
 """
 
 from __future__ import annotations
@@ -21,19 +23,22 @@ import torch.nn.functional as F
 from benchmarks import tune_triton
 from benchmarks.harness import Results, compile_all, environment
 from benchmarks.tune_triton import kernels, tiles
+from torch_flashbackend.kernels.triton import stored_plan
 from torch_flashbackend.kernels.triton.launch import device_target
 from torch_flashbackend.kernels.triton.tiles import Tile
 
 
 class Variant(NamedTuple):
-    """A tile and, of float32, how products are made."""
+    """A tile and, of float32, how products are made; of a whole backward ``stored_plan.PROGRAMS`` (0: none stored)."""
 
-    tile: Tile
+    tile: Tile | None
     precision: str = ""
+    programs: int = 0
+    columns: int = 0  # of a program of a stored kernel, where not as ``stored_plan`` would have it
 
 
-def variants(precision: str, *numbers: tuple[int, int, int, int]) -> list[Variant]:
-    return [Variant(Tile(*four), precision) for four in numbers]
+def variants(precision: str, *numbers: tuple[int, int, int, int], columns: int = 0) -> list[Variant]:
+    return [Variant(Tile(*four), precision, columns=columns) for four in numbers]
 
 
 # {(head_dim, kernel): variants}, each kernel's present choice first.
@@ -52,10 +57,18 @@ CANDIDATES = {
     (512, "wide_key"): variants("", (16, 64, 4, 2), (32, 64, 4, 1)),
     (512, "wide_value"): variants("", (64, 64, 4, 1), (32, 128, 8, 2)),
     (512, "backward_query"): variants("", (64, 32, 8, 1)),
+    (512, "stored_scores"): variants("", (128, 128, 8, 3), (128, 128, 8, 2)),
+    (512, "stored_key"): variants("", (64, 128, 8, 4), (64, 128, 8, 3), (128, 128, 8, 2))
+    + variants("", (64, 128, 8, 3), (64, 128, 4, 3), columns=128),
+    (512, "stored_query"): variants("", (128, 64, 8, 4), (128, 64, 8, 3), (128, 128, 8, 2))
+    + variants("", (128, 64, 8, 3), (128, 64, 4, 3), columns=128),
+    (512, "backward"): [Variant(None, programs=programs) for programs in (8, 4, 2, 0)],
 }
+STORED = ("backward", "stored_scores", "stored_key", "stored_query")
 
 
 SPLIT_PRODUCTS = kernels._Call.split_products
+USUAL = stored_plan.PROGRAMS, stored_plan.SHARE_OF_QUERY, stored_plan.columns_of_a_program
 
 
 class choices:
@@ -65,13 +78,20 @@ class choices:
         self.kernel, self.variant = kernel, variant
 
     def __enter__(self):
-        tile, precision = self.variant
+        tile, precision, programs, columns = self.variant
+        if columns:
+            stored_plan.columns_of_a_program = lambda *_: columns
+        if self.kernel == "backward":
+            stored_plan.PROGRAMS = programs
+        if self.kernel not in STORED or (self.kernel == "backward" and programs == 0):
+            stored_plan.SHARE_OF_QUERY = 0
         kernels.choose = lambda name, *rest: tile if name == self.kernel else tiles.choose(name, *rest)
         if precision:
             kernels._Call.split_products = lambda call: call.constants.update(PRECISION=precision)
 
     def __exit__(self, *_):
         kernels.choose = tiles.choose
+        stored_plan.PROGRAMS, stored_plan.SHARE_OF_QUERY, stored_plan.columns_of_a_program = USUAL
         kernels._Call.split_products = SPLIT_PRODUCTS
 
 
@@ -81,19 +101,25 @@ class Problem(tune_triton.Problem):
     def __init__(self, kernel, head_dim, dtype, causal, seqlen):
         super().__init__(kernel, head_dim, seqlen, dtype, causal, "none")
 
+    @property
+    def batch(self):
+        return 1 if self.seqlen > 4096 else 4
+
     def candidates(self):
         return CANDIDATES[self.head_dim, self.kernel]
 
     def compile(self, variant, target):
         with choices(self.kernel, variant):
-            query = torch.empty(1, 2, 512, self.head_dim, dtype=self.dtype)
+            shape = (self.batch, 16, self.seqlen) if self.kernel in STORED else (1, 2, 512)
+            query = torch.empty(*shape, self.head_dim, dtype=self.dtype, device="meta")
             forward = self.kernel.endswith("forward")
             name = "attention_forward" if forward else f"attention_{self.kernel}"
+            name = None if self.kernel == "backward" else name
             kernels.compile_for(target, query, query, query, is_causal=self.causal, backward=not forward, only=name)
 
     def allocate(self):
         query, key, value = (
-            torch.randn(4, 16, self.seqlen, self.head_dim, device="cuda", dtype=self.dtype) for _ in range(3)
+            torch.randn(self.batch, 16, self.seqlen, self.head_dim, device="cuda", dtype=self.dtype) for _ in range(3)
         )
         out, lse, scale = torch.empty_like(query), torch.empty(query.shape[:3], device="cuda"), self.head_dim**-0.5
         kernels._plans.clear()
@@ -111,9 +137,13 @@ class Problem(tune_triton.Problem):
                 return lambda: plan.attention(query, key, value, None, None, None, out, lse, None)
             plan = kernels._BackwardPlan(*before, grad_out, *grads, False, lse.size(-1), False)
         statistics = plan.allocate(query).zero_()
+        of_query = query, key, value, None, None, None, out, lse, None, grad_out, statistics
+        if self.kernel == "backward":
+            return lambda: run_whole(plan, of_query, grads)
+        if self.kernel in STORED:
+            return stored_kernel(self.kernel, plan.stored, of_query, grads)
         if self.kernel == "backward_query":
-            before = query, key, value, None, None, None, out, lse, None, grad_out, statistics
-            return lambda: plan.query(*before, grads[0])
+            return lambda: plan.query(*of_query, grads[0])
         if self.kernel == "backward_key_value":
             before = query, key, value, None, None, None, statistics, grad_out
             return lambda: plan.key_value(*before, *grads[1:], None)
@@ -131,6 +161,35 @@ class Problem(tune_triton.Problem):
         return size / 2 if self.causal else size
 
 
+def run_whole(plan, of_query, grads):
+    """All launches of a backward; of_query: the arguments of its kernel for queries but the last."""
+    query, key, value, *_, grad_out, statistics = of_query
+    plan.query(*of_query, None if plan.stored else grads[0])
+    if plan.stored:
+        plan.stored(query, key, value, grad_out, statistics, *grads)
+    else:
+        wide_key, wide_value = plan.wide
+        wide_key(query, key, value, statistics, grad_out, grads[1])
+        wide_value(query, key, statistics, grad_out, grads[2])
+
+
+def stored_kernel(name, stored, of_query, grads):
+    """A function that runs one kernel of ``backward_stored.py``, on all heads of a call."""
+    query, key, value, *_, grad_out, statistics = of_query
+    probabilities, grad_scores = stored.allocate(query).normal_().chunk(2, 2)
+    number, tensors = {
+        "stored_scores": (1, (query, key, value, grad_out, statistics, probabilities, grad_scores)),
+        "stored_key": (2, (grad_scores, query, grads[1])),
+        "stored_query": (4, (grad_scores, key, grads[0])),
+    }[name]
+
+    def run():
+        for part in stored.parts:
+            part[number](*tensors)
+
+    return run
+
+
 @dataclass
 class Default:
     """PyTorch's default, forward or whole backward, for the same tensors."""
@@ -139,7 +198,7 @@ class Default:
 
     def times(self, rounds, flush):
         """(forward, backward) in ms, the best of some rounds."""
-        shape = 4, 16, self.problem.seqlen, self.problem.head_dim
+        shape = self.problem.batch, 16, self.problem.seqlen, self.problem.head_dim
         leaves = [torch.randn(shape, device="cuda", dtype=self.problem.dtype, requires_grad=True) for _ in range(3)]
         grad = torch.randn(shape, device="cuda", dtype=self.problem.dtype)
         best = [float("inf")] * 2
@@ -194,13 +253,17 @@ def problems(only):
     if only in ("wide", "all"):
         names = ("wide_forward", "wide_key", "wide_value", "backward_query")
         listed += [Problem(kernel, 512, half, True, 4096) for kernel in names]
+    if only in ("stored", "wide", "all"):
+        listed += [Problem(kernel, 512, half, True, 4096) for kernel in STORED]
+        # Of the longer one a head's probabilities are too much memory: strips.
+        listed += [Problem("backward", 512, half, causal, length) for causal, length in ((False, 4096), (True, 16384))]
     return listed
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--only", default="all", choices=("float32", "wide", "all"))
+    parser.add_argument("--only", default="all", choices=("float32", "wide", "stored", "all"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget", type=float, default=120.0, help="seconds after which no further problem is begun")
     options = parser.parse_args()
@@ -216,21 +279,23 @@ def main():
         if time.time() - began > options.budget:
             not_measured.append(problem.name)
             continue
-        size = problem.head_dim, problem.causal
+        size = problem.head_dim, problem.causal, problem.seqlen
         if size not in defaults:
             defaults[size] = Default(problem).times(options.rounds, flush)
-            print(f"default D={size[0]} causal={size[1]}: forward, backward {defaults[size]} ms", flush=True)
+            print(
+                f"default D={size[0]} causal={size[1]} S={size[2]}: forward, backward {defaults[size]} ms", flush=True
+            )
         times, failed, flops = tune_triton.time_candidates(problem, options.rounds, flush)
         ranked = sorted(times.items(), key=lambda item: item[1])
         candidates = [{"variant": str(v), "ms": ms, "tflops": flops / ms / 1e9} for v, ms in ranked]
         failures = {str(variant): message for variant, message in failed.items()}
         for v, ms in ranked:
-            print(f"{problem.name}: {ms:8.3f} ms  {v.precision} {v.tile}", flush=True)
+            print(f"{problem.name}: {ms:8.3f} ms  {v.precision} {v.tile or v.programs} {v.columns or ''}", flush=True)
         for variant, message in failures.items():
             print(f"{problem.name}: FAILED {variant} {message}", flush=True)
         default = defaults[size]
         results.add({"problem": problem.name, "candidates": candidates, "failed": failures, "default_ms": default})
-    for head_dim, factor in ((64, 1), (64, 30), (128, 30)) if options.only != "wide" else ():
+    for head_dim, factor in ((64, 1), (64, 30), (128, 30)) if options.only in ("float32", "all") else ():
         found = errors(head_dim, factor)
         for way, values in found.items():
             print(f"errors D={head_dim} x{factor} {way}: {[f'{v:.2e}' for v in values]}", flush=True)

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget
 
-from torch_flashbackend.kernels.triton import attention, tiles
+from torch_flashbackend.kernels.triton import attention, stored_plan, tiles
 
 TARGETS = {f"sm_{capability}": GPUTarget("cuda", capability, 32) for capability in (80, 86, 89, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
@@ -115,11 +115,27 @@ def test_tiles_of_calls_without_a_mask_fit_shared_memory(name, kernel, kind, ite
 
 @pytest.mark.parametrize("name", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("kernel", ["forward", "wide_key", "wide_value"])
-def test_halves_of_wide_heads_fit_shared_memory(name, kernel):
+def test_halves_of_wide_heads_fit_shared_memory(monkeypatch, name, kernel):
     """Above a head_dim of 256 two programs share the columns of a tile, where no mask and no dropout is."""
+    monkeypatch.setattr(stored_plan, "SHARE_OF_QUERY", 0)
     result = compiled(TARGETS[name], kernel, head_dim=512, is_causal=kernel == "forward")
     check(result, TARGETS[name])
     assert TENSOR_CORES.search(assembly(result))
+
+
+@pytest.mark.parametrize("name", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("kernel", ["stored_scores", "stored_query", "stored_key"])
+@pytest.mark.parametrize("heads", [2, 64])
+def test_products_of_stored_probabilities_fit_shared_memory(name, kernel, heads):
+    """Above a head_dim of 256, where the probabilities of a few heads may be in memory; larger tiles of many heads."""
+    query = torch.empty(1, heads, 600, 512, dtype=torch.bfloat16, device="meta")
+    found = attention.compile_for(TARGETS[name], query, query, query, is_causal=heads == 2, only=f"attention_{kernel}")
+    result = found[f"attention_{kernel}"]
+    check(result, TARGETS[name])
+    assert TENSOR_CORES.search(assembly(result))
+    if name == "sm_90":
+        columns = 128 if heads == 2 or kernel == "stored_scores" else 256
+        assert f"wgmma.mma_async.sync.aligned.m64n{columns}k16" in assembly(result)
 
 
 # --------------------------------------------------------------------------------------------------- kinds of arguments
@@ -301,7 +317,7 @@ def test_a_product_sums_over_at_least_16():
 
 
 # Kernels of the largest head_dim alone, where a family has them.
-WIDE = ("wide_forward", "wide_key", "wide_value")
+WIDE = ("wide_forward", "wide_key", "wide_value", "stored_scores", "stored_query", "stored_key")
 
 
 def test_every_family_has_every_row():

@@ -144,5 +144,18 @@ def test_triton_kernels_are_those_that_a_call_launches(name):
     assert precompile._compile_triton(problem, name) == (name,)
 
 
+@pytest.mark.parametrize(("heads", "part"), [(1, "wide"), (16, "stored")])
+def test_triton_kernels_above_a_head_dim_of_256(monkeypatch, heads, part):
+    """Probabilities are stored where their memory is little beside the query's."""
+    pytest.importorskip("triton")
+    from torch_flashbackend.kernels.triton.launch import Launch
+
+    monkeypatch.setattr(Launch, "compile", lambda launch, target: launch.name)
+    problem = precompile.Problem.from_shapes((1, heads, 4096, 512), gpu="NVIDIA H200", training=True, is_causal=True)
+    names = [name for one in precompile.WIDE_BACKWARD for name in precompile._compile_triton(problem, one)]
+    expected = [name for name in precompile.WIDE_BACKWARD[2:] if name.startswith(f"attention_{part}")]
+    assert names == ["attention_backward_query", *expected]
+
+
 def test_it_is_a_function_whatever_was_imported_first():
     assert torch_flashbackend.warmup is precompile.warmup

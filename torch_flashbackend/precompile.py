@@ -29,6 +29,11 @@ USUAL_SM_COUNT = 132
 # Names of the Triton kernels of a call without a mask.
 FORWARD = "attention_forward"
 BACKWARD = ("attention_backward_query", "attention_backward_key_value")
+# Those of a head_dim above 256, of which a call launches some; the others compile to nothing.
+WIDE_BACKWARD = (
+    *BACKWARD,
+    *(f"attention_{name}" for name in ("wide_key", "wide_value", "stored_scores", "stored_query", "stored_key")),
+)
 
 
 class Warmed(NamedTuple):
@@ -144,7 +149,8 @@ def _jobs(problem: Problem, backend: str) -> Iterable[tuple[Any, Callable[[], tu
             yield ("cuda", specialisation), functools.partial(_compile_cuda, specialisation)
     elif backend == "triton":
         yield ("triton", problem, FORWARD), lambda: _compile_triton(problem, FORWARD)
-        for name in BACKWARD if problem.requires_grad else ():
+        names = WIDE_BACKWARD if problem.head_dim > 256 else BACKWARD
+        for name in names if problem.requires_grad else ():
             yield ("triton", problem, name), functools.partial(_compile_triton, problem, name)
 
 
@@ -189,8 +195,10 @@ def _compile_triton(problem: Problem, only: str) -> tuple[str, ...]:
         raise KernelUnavailable(f"Triton is not installed: {error}") from error
     name = problem.architecture
     target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[3:]), 32)
-    # How many batches and heads there are decides whether decoding splits keys; else it is no matter of the compiler's.
-    batch, kv_heads = (1, 1) if problem.requires_grad else (problem.query_shape[0], problem.num_kv_heads)
+    # How many batches and heads there are decides whether decoding splits keys, and which kernels a backward above a
+    # head_dim of 256 has; else it is no matter of the compiler's.
+    matters = not problem.requires_grad or problem.head_dim > 256
+    batch, kv_heads = (problem.query_shape[0], problem.num_kv_heads) if matters else (1, 1)
     heads = kv_heads * (problem.num_heads // problem.num_kv_heads)
 
     def empty(*shape: int) -> torch.Tensor:

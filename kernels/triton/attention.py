@@ -29,6 +29,7 @@ from .common import MASK_NONE as _NONE
 from .decode_plan import DecodePlan, suits
 from .launch import Launch, TensorMap, device_target
 from .mask_plan import MaskTiles, worth_listing
+from .stored_plan import StoredPlan, parts_of
 from .tiles import Tile, choose, family
 
 MASK_NONE, MASK_BOOL, MASK_FLOAT = _NONE.value, _BOOL.value, _FLOAT.value
@@ -264,13 +265,18 @@ class _DropoutKeys:
 
 
 def keys_are_wide(call: _Call, tensors) -> bool:
-    """Do the kernels of backward_wide.py compute the gradients of keys and values?"""
+    """Do the kernels of backward_wide.py or backward_stored.py compute the gradients of keys and values?"""
     return (
         call.family == "sm_90" and call.block_d == 512 and call.constants["HEAD_DIM"] == call.constants["HEAD_DIM_V"]
         and call.mask_kind == MASK_NONE and not call.constants["DROPOUT"] and call.dtype.itemsize == 2 and call.has_tma
         and all(TensorMap.accepts(tensor) for tensor in tensors)
         and _rows_of_a_sum(call.seqlen_q * (call.heads // call.kv_heads)) == 0
     )  # fmt: skip
+
+
+def scores_are_stored(call: _Call) -> bool:
+    """Of the calls whose keys are wide, those whose probabilities the kernels of backward_stored.py keep in memory."""
+    return _rows_of_a_sum(call.seqlen_k) == 0 and len(parts_of(call)) > 0
 
 
 def value_parts_of(call: _Call, tensors) -> int:
@@ -383,8 +389,9 @@ class _BackwardPlan:
         inputs = {"query": query, "key": key, "value": value, "mask": mask, "mask_tiles": lists, "dropout_keys": keys}
         # Rows of statistics reach to the end of the last tile of every kernel, so that nobody needs bounds there.
         wide = grad_key is not None and keys_are_wide(call, tensors)
+        stored = wide and scores_are_stored(call)
         of_keys = ("wide_key", "wide_value") if wide else ("backward_key_value", "backward_mask")
-        kernels = ("backward_query", *of_keys)
+        kernels = ("backward_query", "stored_scores") if stored else ("backward_query", *of_keys)
         longest = max(call.tile(kernel).block_m for kernel in kernels)
         self.padded_q = math.ceil(call.seqlen_q / longest) * longest
         plane = call.batch * call.heads * self.padded_q
@@ -402,15 +409,16 @@ class _BackwardPlan:
         names = {"HAS_LOW": low is not None}
 
         tile = call.tile("backward_query")
+        grad_query_here = None if stored else grad_query  # of stored probabilities a product like the others
         pointers = inputs | {"out": out, "logsumexp": logsumexp, "logsumexp_low": low, "grad_out": grad_out}
-        pointers |= statistics | {"grad_query": grad_query}
+        pointers |= statistics | {"grad_query": grad_query_here}
         query_strides = strides | call.strides("ob oh om od", out)
         query_strides |= call.strides("dqb dqh dqm dqd", query if grad_query is None else grad_query)
         self.query = call.launch(
             backward_kernels.attention_backward_query, self.padded_q // tile.block_m * call.batch * call.heads, tile,
             pointers, query_strides, call.strides_of_mask(),
             scalars | {"logsumexp_pitch": ("i64", logsumexp_pitch)} | call.list_strides(self.mask_tiles),
-            names | {"ONLY_DELTA": grad_query is None, "BOUND_KEYS": call.seqlen_k % tile.block_n != 0,
+            names | {"ONLY_DELTA": grad_query_here is None, "BOUND_KEYS": call.seqlen_k % tile.block_n != 0,
                      "SUM_ROWS": _rows_of_a_sum(call.seqlen_k)},
             {"key": (tile.block_n, call.block_d), "value": (tile.block_n, call.block_dv)},
         )
@@ -423,7 +431,11 @@ class _BackwardPlan:
 
         self.key_value = None
         self.wide: tuple[Launch, ...] = ()
-        if wide:
+        self.stored = None
+        if stored:
+            self.stored = StoredPlan(call, query, key, value, grad_out, statistics["statistics"], grad_query, grad_key,
+                                     grad_value, scalars)
+        elif wide:
             key_strides = call.strides("dkb dkh dkn dkd", grad_key)
             value_strides = call.strides("dvb dvh dvn dvd", grad_value)
             pointers = {"query": query, "key": key, "value": value, "grad_out": grad_out, **statistics}
@@ -504,8 +516,10 @@ class _BackwardPlan:
 
     @property
     def launches(self) -> list[Launch]:
-        """In the order in which they run."""
-        attention = [launch for launch in (self.query, self.key_value, *self.wide, self.mask) if launch is not None]
+        """In the order in which they run; of stored probabilities one of each kernel."""
+        stored = [] if self.stored is None else self.stored.launches
+        attention = [self.query, *stored, self.key_value, *self.wide, self.mask]
+        attention = [launch for launch in attention if launch is not None]
         return [*_launches_before(self), *attention]
 
     def allocate(self, query) -> torch.Tensor:
@@ -549,7 +563,10 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dr
     lists = None if plan.mask_tiles is None else plan.mask_tiles.make(mask)
     keys = None if plan.dropout_keys is None else plan.dropout_keys.make(dropout_seed)
     plan.query(query, key, value, mask, lists, keys, out, logsumexp, _low_part(logsumexp), grad_out, statistics,
-               grad_query)
+               None if plan.stored is not None else grad_query)
+    if plan.stored is not None:
+        plan.stored(query, key, value, grad_out, statistics, grad_query, grad_key, grad_value)
+        return None
     if plan.wide:
         wide_key, wide_value = plan.wide
         wide_key(query, key, value, statistics, grad_out, grad_key)

@@ -111,6 +111,10 @@ _TABLE = {
             "wide_forward": {512: Tile(128, 64, 8, 1)},
             "wide_key": {512: Tile(16, 64, 4, 2)},
             "wide_value": {512: Tile(64, 64, 4, 1)},
+            # Of stored_plan.STORED queries or keys, or both.
+            "stored_scores": {512: Tile(128, 128, 8, 3)},
+            "stored_query": {512: Tile(128, 64, 8, 4)},
+            "stored_key": {512: Tile(64, 128, 8, 4)},
             "backward_query masked": {
                 64: Tile(64, 64, 4, 3),
             },

@@ -28,7 +28,7 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
 from torch_flashbackend import ops, plans, reference
-from torch_flashbackend.kernels.triton import attention, launch
+from torch_flashbackend.kernels.triton import attention, launch, stored_plan
 from torch_flashbackend.kernels.triton.tiles import Tile
 
 from common import (
@@ -283,21 +283,85 @@ def test_largest_head_dim(dtype):
     run_and_check(sample(batch=1, heads=1, seqlen_k=24, head_dim=512, dtype=dtype))
 
 
-@pytest.mark.parametrize("kind", ["dense", "causal", "causal long", "grouped", "odd", "negative scale"])
-def test_halves_of_wide_heads(monkeypatch, kind):
-    """One half of the columns of a gradient, and of out, for each program."""
-    use_tiles(monkeypatch, 16, 16)
-    launched = launch.launch_counts.copy()
+def wide_call(kind: str, batch: int = 1) -> Call:
+    """Of a head_dim above 256, with tiles of 16 rows."""
     heads, kv_heads = (4, 2) if kind == "grouped" else (1, 1)
     sizes = {"odd": (37, 50), "causal": (40, 23), "causal long": (23, 40)}.get(kind, (33, 48))
-    call = sample(
-        batch=1, heads=heads, kv_heads=kv_heads, seqlen_q=sizes[0], seqlen_k=sizes[1], dtype=HALF,
+    return sample(
+        batch=batch, heads=heads, kv_heads=kv_heads, seqlen_q=sizes[0], seqlen_k=sizes[1], dtype=HALF,
         head_dim=328 if kind == "odd" else 512, is_causal=kind.startswith("causal"),
         scale=-0.05 if kind == "negative scale" else None,
     )  # fmt: skip
-    run_and_check(call)
+
+
+WIDE_KINDS = pytest.mark.parametrize("kind", ["dense", "causal", "causal long", "grouped", "odd", "negative scale"])
+
+
+@WIDE_KINDS
+def test_halves_of_wide_heads(monkeypatch, kind):
+    """One half of the columns of a gradient, and of out, for each program, where P and dS may not be kept."""
+    use_tiles(monkeypatch, 16, 16)
+    monkeypatch.setattr(stored_plan, "SHARE_OF_QUERY", 0)
+    launched = launch.launch_counts.copy()
+    run_and_check(wide_call(kind))
     for name in ("attention_wide_key", "attention_wide_value"):
         assert launch.launch_counts[name] > launched.get(name, 0)
+
+
+@WIDE_KINDS
+def test_stored_probabilities_of_wide_heads(monkeypatch, kind):
+    """P and dS of one kv head after the other in the same memory, three products from there."""
+    use_tiles(monkeypatch, 16, 16)
+    monkeypatch.setattr(stored_plan, "PROGRAMS", 0.1)
+    launched = launch.launch_counts.copy()
+    call = wide_call(kind, batch=2)
+    run_and_check(call)
+    chunks = 2 * call.key.size(1)
+    for name, times in {"scores": 1, "query": 1, "key": 2}.items():
+        name = f"attention_stored_{name}"
+        assert launch.launch_counts[name] - launched.get(name, 0) == times * chunks
+
+
+@WIDE_KINDS
+def test_stored_probabilities_of_a_part_of_a_head(monkeypatch, kind):
+    """Strips of keys, then strips of queries, where the tiles of one head would take too much memory."""
+    use_tiles(monkeypatch, 16, 16)
+    call = wide_call(kind, batch=2)
+    heads, seqlen_q, seqlen_k, head_dim = *call.query.shape[1:3], *call.key.shape[2:]
+    rows = math.ceil(seqlen_q / 16)
+    tiles = sum(min(row + 1, rows) if call.is_causal else math.ceil(seqlen_k / 16) for row in range(rows))
+    allowed = max((tiles - 1) // 2, rows) + 0.5
+    share = allowed * 2 * 16**2 * heads / call.key.size(1) / (2 * heads * seqlen_q * head_dim)
+    monkeypatch.setattr(stored_plan, "SHARE_OF_QUERY", share)
+    launched = launch.launch_counts.copy()
+    run_and_check(call)
+    launches = {name: launch.launch_counts[name] - launched.get(name, 0) for name in launch.launch_counts}
+    assert launches["attention_stored_key"] > 2 * 2 * call.key.size(1)
+    assert launches["attention_stored_query"] >= 2 * call.key.size(1)
+    parts = launches["attention_stored_key"] // 2 + launches["attention_stored_query"]
+    assert launches["attention_stored_scores"] in (parts, parts - 2 * call.key.size(1))  # no query sees the last keys
+
+
+@pytest.mark.parametrize(("at_a_time", "chunks"), [(1, 3), (2, 2), (3, 1)])
+def test_stored_probabilities_of_several_heads(monkeypatch, at_a_time, chunks):
+    """Of all heads, or of as many as fill the GPU; the last launches have fewer."""
+    use_tiles(monkeypatch, 16, 16)
+    monkeypatch.setattr(stored_plan, "PROGRAMS", 1.5 * at_a_time)  # of 4 multiprocessors, for 6 programs a head
+    launched = launch.launch_counts["attention_stored_scores"]
+    run_and_check(sample(batch=1, heads=3, seqlen_q=40, seqlen_k=40, head_dim=264, dtype=HALF, is_causal=True))
+    assert launch.launch_counts["attention_stored_scores"] == launched + chunks
+
+
+def test_gradients_of_wide_keys_alone(monkeypatch):
+    """With stored probabilities dQ is a product like the others, and left out likewise."""
+    use_tiles(monkeypatch, 16, 16)
+    call = wide_call("causal")
+    grad_out = gradient_for(call)
+    whole, none = run(call, grad_out), [torch.full_like(t, NAN) for t in (call.key, call.value)]
+    before = grad_out, call.query, call.key, call.value, None, whole.results["out"], whole.logsumexp, None
+    attention.backward(*before, 0.0, True, call.softmax_scale, None, *none, False, False)
+    for name, gradient in zip(("key", "value"), none):
+        assert torch.equal(gradient, whole.results[name])
 
 
 @DTYPES
