@@ -211,7 +211,9 @@ scale: scale nan is not a finite number""",  # noqa: E501
                     problem((2, 16, 4096, 256), dropout_p=0.1),
                     problem(scale=-1.0),
                     problem(scale=0.0),
-                    problem((2, 16, 4096, 264)),
+                    problem((2, 16, 4096, 520)),
+                    problem((2, 16, 4096, 264), mask="bool"),
+                    problem((2, 16, 4096, 512), head_dim_v=256),
                     problem((2, 16, 4096, 4)),
                     problem((2, 16, 4096, 36)),
                     problem(head_dim_v=64),
@@ -244,10 +246,12 @@ dropout: dropout_p 0.1 with attn_mask is not supported by the cuda backend (0)
 dropout head_dim: dropout_p 0.1 with head_dim 256, which the cuda backend takes up to 192
 positive scale: scale -1.0 is not supported by the cuda backend (a positive number)
 positive scale: scale 0.0 is not supported by the cuda backend (a positive number)
-head_dim: head_dim 264 with value head_dim 264 is not supported by the cuda backend (equal, 8 to 256; or 192 with 128)
-head_dim: head_dim 4 with value head_dim 4 is not supported by the cuda backend (equal, 8 to 256; or 192 with 128)
+head_dim: head_dim 520 with value head_dim 520 is not supported by the cuda backend (equal, 8 to 512; or 192 with 128)
+wide head_dim: attn_mask or dropout_p with head_dim 264, which the cuda backend takes up to 256
+head_dim: head_dim 512 with value head_dim 256 is not supported by the cuda backend (equal, 8 to 512; or 192 with 128)
+head_dim: head_dim 4 with value head_dim 4 is not supported by the cuda backend (equal, 8 to 512; or 192 with 128)
 head_dim multiple: head_dim 36 is no multiple of 8, as the cuda backend needs
-head_dim: head_dim 128 with value head_dim 64 is not supported by the cuda backend (equal, 8 to 256; or 192 with 128)
+head_dim: head_dim 128 with value head_dim 64 is not supported by the cuda backend (equal, 8 to 512; or 192 with 128)
 seqlen_k: 262145 keys are more than the cuda backend adds up accurately (largest: 262144)
 alignment: the cuda backend needs pointers and strides of query, key and value that are multiples of 16 bytes, and a dense last dimension
 batch and heads: batch and heads of query [2, 16], key [1, 16] and value [2, 16] broadcast, which the cuda backend does not do

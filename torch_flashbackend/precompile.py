@@ -147,6 +147,9 @@ def _jobs(problem: Problem, backend: str) -> Iterable[tuple[Any, Callable[[], tu
     if backend == "cuda":
         for specialisation in _specialisations(problem):
             yield ("cuda", specialisation), functools.partial(_compile_cuda, specialisation)
+        # Large head dimensions have their forward alone.
+        for name in BACKWARD if problem.requires_grad and problem.head_dim > routing.HOPPER_MAX_MASK_HEAD_DIM else ():
+            yield ("triton", problem, name), functools.partial(_compile_triton, problem, name)
     elif backend == "triton":
         yield ("triton", problem, FORWARD), lambda: _compile_triton(problem, FORWARD)
         names = WIDE_BACKWARD if problem.head_dim > 256 else BACKWARD
@@ -156,7 +159,13 @@ def _jobs(problem: Problem, backend: str) -> Iterable[tuple[Any, Callable[[], tu
 
 def _specialisations(problem: Problem) -> Iterable[Any]:
     """Of the Hopper kernels."""
-    from .kernels.cuda import backward, decode, forward
+    from .kernels.cuda import backward, decode, forward, forward_wide
+
+    if forward_wide.takes(problem.head_dim, problem.head_dim_v):
+        yield forward_wide.specialise(
+            problem.head_dim, problem.query_dtype, problem.is_causal, problem.requires_grad, seqlen_q=problem.seqlen_q
+        )
+        return
 
     measured = policy.policy_for(problem)
     sm_count = problem.sm_count or (measured.sm_count if measured else None) or USUAL_SM_COUNT

@@ -30,6 +30,9 @@ __all__ = [
 MAX_HEAD_DIM = 512
 # More keys than the "cuda" backend adds up in one sum, which its matrix units cut off instead of rounding.
 HOPPER_MAX_SEQLEN_K = 2**18
+HOPPER_MAX_HEAD_DIM = 512
+# Above, the "cuda" backend takes neither masks nor dropout, and its gradients are Triton's.
+HOPPER_MAX_MASK_HEAD_DIM = 256
 # Above, a float32 mask or dropout leaves the "cuda" backend no registers.
 HOPPER_MAX_BIAS_HEAD_DIM = 192
 HOPPER_MAX_DROPOUT_HEAD_DIM = 192
@@ -358,7 +361,12 @@ def _hopper_head_dims_ok(problem: Problem) -> bool:
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
     if guarded(head_dim == 192) and guarded(head_dim_v == 128):
         return True
-    return guarded(head_dim == head_dim_v) and guarded(head_dim >= 8) and guarded(head_dim <= 256)
+    return guarded(head_dim == head_dim_v) and guarded(head_dim >= 8) and guarded(head_dim <= HOPPER_MAX_HEAD_DIM)
+
+
+def _hopper_wide_ok(problem: Problem) -> bool:
+    plain = problem.mask is None and problem.dropout_p == 0.0
+    return plain or guarded(problem.head_dim <= HOPPER_MAX_MASK_HEAD_DIM)
 
 
 def _hopper_seqlen_k_ok(problem: Problem) -> bool:
@@ -503,7 +511,15 @@ CUDA = Backend(
             _hopper_head_dims_ok,
             lambda p: (
                 f"head_dim {p.head_dim} with value head_dim {p.head_dim_v} is not supported by the cuda backend "
-                "(equal, 8 to 256; or 192 with 128)"
+                f"(equal, 8 to {HOPPER_MAX_HEAD_DIM}; or 192 with 128)"
+            ),
+        ),
+        Constraint(
+            "wide head_dim",
+            _hopper_wide_ok,
+            lambda p: (
+                f"attn_mask or dropout_p with head_dim {p.head_dim}, which the cuda backend takes up to "
+                f"{HOPPER_MAX_MASK_HEAD_DIM}"
             ),
         ),
         Constraint(

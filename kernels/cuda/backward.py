@@ -341,10 +341,13 @@ def sums_fit(query: torch.Tensor, key: torch.Tensor) -> bool:
 
 
 def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> bool:
-    """Is there a kernel for the call's mask and dropout, if it has any?"""
-    if mask is None and dropout_p == 0.0:
-        return True
+    """Is there a kernel for the call's head dimensions, with its mask and dropout if it has any?
+
+    The forward has one for larger head dimensions.
+    """
     largest = max(query.size(3), value.size(3))
+    if mask is None and dropout_p == 0.0:
+        return largest <= MAX_HEAD_DIM
     if mask is not None and mask.dtype != torch.bool:
         fits = mask.dtype == query.dtype and forward.takes_mask(query, mask)
         return fits and largest <= MAX_EXTRAS_HEAD_DIM and dropout_p == 0.0 and not deterministic

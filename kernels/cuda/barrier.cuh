@@ -59,6 +59,15 @@ __device__ __forceinline__ void named_sync(int name, int threads) {
 __device__ __forceinline__ void named_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
+// `sync` that tells all threads whether `x` is true in any of them.
+__device__ __forceinline__ bool named_any(int name, int threads, bool x) {
+  uint32_t any;
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
+               : "=r"(any)
+               : "r"(name), "r"(threads), "r"((uint32_t)x)
+               : "memory");
+  return any;
+}
 // Arrives once `x`, which is never all ones, has been computed.
 __device__ __forceinline__ void named_arrive_after(int name, int threads, uint32_t x) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0xFFFFFFFF;\n@p bar.arrive %0, %1;\n}" ::"r"(name), "r"(threads),

@@ -22,7 +22,7 @@ from ... import driver, nvrtc
 from ...batch_invariance import on_change, planned_batch
 from .. import KernelUnavailable, launch_counts
 from ..mask_strides import strides_of
-from . import decode, dropout, masks, tiles
+from . import decode, dropout, forward_wide, masks, tiles
 from .dropout import DropoutParams
 from .masks import MaskParams
 from .tiles import Tile
@@ -218,8 +218,12 @@ def _refusal(query, key, value, mask, is_causal: bool, softmax_scale: float, dro
         return "the Hopper kernels need compute capability 9.0"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"the Hopper kernels compute in float16 and bfloat16, not in {query.dtype}"
-    if head_dim % 8 or head_dim_v % 8 or not 8 <= head_dim <= MAX_HEAD_DIM or not 8 <= head_dim_v <= MAX_HEAD_DIM:
+    is_wide = forward_wide.takes(head_dim, head_dim_v)
+    in_range = 8 <= head_dim <= MAX_HEAD_DIM and 8 <= head_dim_v <= MAX_HEAD_DIM
+    if head_dim % 8 or head_dim_v % 8 or not (in_range or is_wide):
         return f"the Hopper kernels have no head_dim {head_dim} with value head_dim {head_dim_v}"
+    if is_wide and mask is not None:
+        return f"the Hopper kernels take masks up to a head_dim of {MAX_HEAD_DIM}"
     if key.size(2) > MAX_SEQLEN_K:
         return f"the Hopper kernels add up {MAX_SEQLEN_K} keys at most, not {key.size(2)}"
     if not 0.0 < softmax_scale < math.inf:
@@ -435,25 +439,29 @@ def walkable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> boo
     return True
 
 
+AnyPlan = Plan | decode.DecodePlan | forward_wide.WidePlan
+
 _MAX_PLANS = 4096
 # A plan that cannot be made stays so: compiling is not tried again with every call.
-_plans: dict[tuple, Plan | decode.DecodePlan | KernelUnavailable] = {}
+_plans: dict[tuple, AnyPlan | KernelUnavailable] = {}
 
 
-def _make_plan(
-    query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p
-) -> Plan | decode.DecodePlan:
-    if mask is not None or dropout_p > 0.0 or not decode.suits(query, key, value, is_causal):
+def _make_plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p) -> AnyPlan:
+    is_wide = forward_wide.takes(query.size(3), value.size(3))
+    if mask is not None or dropout_p > 0.0 or not (is_wide or decode.suits(query, key, value, is_causal)):
         return Plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p)
     refusal = _refusal(query, key, value, None, is_causal, softmax_scale, 0.0)
     if refusal:
         raise KernelUnavailable(refusal)
+    if is_wide:
+        _, num_sms = _device(query.device.index)
+        return forward_wide.WidePlan(query, key, value, out, write_lse, is_causal, softmax_scale, num_sms)
     return decode.DecodePlan(query, key, value, out, softmax_scale)
 
 
 def plan(
     query, key, value, out, write_lse: bool, is_causal: bool, softmax_scale: float, mask=None, dropout_p: float = 0.0
-) -> Plan | decode.DecodePlan:
+) -> AnyPlan:
     """The plan of a call, kept for the next one like it: of few queries perhaps the decoding kernel's.
 
     Raises what making it raises.
@@ -484,7 +492,8 @@ def forward(
     """Fill out [B, H, seqlen_q, Dv] (last dimension dense, other strides multiples of 8) and logsumexp unless None.
 
     query [B, H, seqlen_q, D], key [B, Hkv, seqlen_k, D], value [B, Hkv, seqlen_k, Dv], ``aligned`` and ``walkable``;
-    float16 or bfloat16, all sizes positive, D and Dv multiples of 8 up to 256, softmax_scale finite and positive.
+    float16 or bfloat16, all sizes positive, D and Dv multiples of 8 up to 256 (D = Dv up to 512 without mask and
+    dropout), softmax_scale finite and positive.
     logsumexp float32 [B, H, seqlen_q], contiguous, natural logarithm, -inf for a row that sees no key; with a float
     mask [2, B, H, seqlen_q], the second half being what rounding cut off the first. mask [B or 1, H or 1, seqlen_q or
     1, seqlen_k or 1], as ``takes_mask`` asks, not together with is_causal. dropout_seed int64 [1] where dropout_p > 0,

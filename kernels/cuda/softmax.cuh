@@ -68,11 +68,27 @@ struct Softmax {
   // results are to be multiplied. The sums must not include these scores yet.
   template <int N>
   __device__ __forceinline__ void restart(float (&scores)[N], float scale_log2, float (&rescale)[2]) {
-    float largest[2], subtract[2];
+    float largest[2];
+    row_maxima(scores, largest);
+    restart_from(scores, largest, scale_log2, rescale);
+  }
+
+  // Each row's largest score in its quad, which has all N columns.
+  template <int N>
+  static __device__ __forceinline__ void row_maxima(const float (&scores)[N], float (&largest)[2]) {
     maxima(scores, largest);
+    largest[0] = quad_max(largest[0]);
+    largest[1] = quad_max(largest[1]);
+  }
+
+  // `restart` where each row's largest score is known.
+  template <int N>
+  __device__ __forceinline__ void restart_from(float (&scores)[N], const float (&largest)[2], float scale_log2,
+                                               float (&rescale)[2]) {
+    float subtract[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float raised = fmaxf(shift[row], quad_max(largest[row]) * scale_log2);
+      const float raised = fmaxf(shift[row], largest[row] * scale_log2);
       // A row that has seen no key yet keeps -infinity, and has nothing to rescale.
       subtract[row] = raised == -INFINITY_F ? 0.0f : raised;
       rescale[row] = exp2_approx(shift[row] - subtract[row]);
