@@ -30,6 +30,7 @@ from torch_flashbackend import decisions, ops, policy
 
 FORWARD_CALLS = 100  # times at most three kernels each: well under the 1,024 launches that a stream holds
 BACKWARD_CALLS = 40
+PASSES = ("forward, no gradients", "forward, inference mode", "forward, with gradients", "backward")
 GPU_BEHIND = 0.25  # share of a batch that the GPU may still need after it, before the batch counts as GPU limited
 
 
@@ -130,7 +131,7 @@ def batch_times(
 
 
 def measure(call: SmallCall, device: str, rounds: int, calls: tuple[int, int]) -> list[dict[str, Any]]:
-    """Rows for forward without gradients, forward with, and backward."""
+    """Rows for forward without gradients, in inference mode, with gradients, and backward."""
     dtype = torch.bfloat16
     plain = [torch.randn(1, 8, 64, 64, device=device, dtype=dtype) for _ in range(3)]
     leaves = [t.clone().requires_grad_() for t in plain]
@@ -141,14 +142,15 @@ def measure(call: SmallCall, device: str, rounds: int, calls: tuple[int, int]) -
             torch.cuda.synchronize(device)
 
     rows = []
-    for name in ("forward, no gradients", "forward, with gradients", "backward"):
-        inputs = plain if name == "forward, no gradients" else leaves
+    for name in PASSES:
+        inputs = leaves if name in ("forward, with gradients", "backward") else plain
         backward = name == "backward"
+        grad_mode = torch.inference_mode if name == "forward, inference mode" else contextlib.nullcontext
         samples: dict[str, list[tuple[float, float]]] = {}
         launched: dict[str, bool] = {}
         available = states(torch.device(device))
         for state, context in available.items():
-            with context(), call.context():
+            with context(), call.context(), grad_mode():
                 ops.reset_launch_counts()
                 out = F.scaled_dot_product_attention(*inputs, **call.arguments)
                 if backward:
@@ -157,7 +159,7 @@ def measure(call: SmallCall, device: str, rounds: int, calls: tuple[int, int]) -
                 launched[state] = any(ops.launch_counts().values())
         for order in turns(list(available), rounds):
             for state in order:
-                with available[state](), call.context():
+                with available[state](), call.context(), grad_mode():
                     times = batch_times(call, inputs, grad_out, calls[backward], backward, synchronize)
                 samples.setdefault(state, []).append(times)
         cpu = {state: statistics.median(t[0] for t in times) for state, times in samples.items()}

@@ -163,6 +163,23 @@ def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, paire
     ]
 
 
+def test_addresses_that_the_copy_engine_cannot_walk_are_refused_before_any_launch(cuda):
+    """A backward found again is compared with tensors of other addresses."""
+    listed = tensors()
+    run(listed)
+    plan = next(iter(backward._plans.values()))
+    repeat = backward.Repeat(plan, listed[6:], (True, True, True, False))
+    query, key, value, out, lse, grad_out = listed[:6]
+    cuda.launches.clear()
+    for index in (0, 1, 2, 3, 5):
+        moved = [OnDevice(t._tensor, t.data_ptr() + 8 * (index == n)) for n, t in enumerate(listed[:6])]
+        with pytest.raises(KernelUnavailable, match="multiples of 16"):
+            plan(*moved, *listed[6:])
+    with pytest.raises(KernelUnavailable):
+        repeat(grad_out, query, key, value, out, lse, torch.zeros(33, dtype=torch.bool)[1:])
+    assert not cuda.launches
+
+
 def test_few_heads_have_three_kernels(cuda, monkeypatch):
     """Where the fused kernel's statistics would come on top of sums for all heads."""
     tile = dataclasses.replace(tiles.choose_backward(128, 128, False, 4096, False), fused=True)

@@ -856,3 +856,70 @@ def test_a_call_left_to_stock_is_marked_while_it_runs():
         sdpa(query, key, value)
     assert marks and all(marks)
     assert not _torch.thread_mark.stock
+
+
+# Below autograd: in inference mode, and in what operators are made of.
+
+
+def test_calls_in_inference_mode_are_judged_whole():
+    """With the mask as it was given, by the rules of the function itself, also where they stay stock's."""
+    query, key, value = qkv(2, 3, 8, 16)
+    mask = sample(8, 8, seed=7) > -1.0
+    expected = sdpa(query, key, value, mask)
+    with torch.inference_mode():
+        inputs = [tensor.clone() for tensor in (query, key, value, mask)]
+    for decide, backend in ((take_valid, "triton"), (leave_all, "stock")):
+        # Tensors made in inference mode pass no autograd outside of it either.
+        for mode in (torch.inference_mode, torch.enable_grad):
+            with hooked(decide, kernel_key="CPU"), counting() as count, mode():
+                for times in (1, 2):
+                    torch.testing.assert_close(sdpa(*inputs), expected)
+                    assert count(backend) == times
+
+
+def test_below_autograd_nobody_records():
+    query, key, value = qkv(2, 3, 8, 16, grad=True)
+    with hooked(kernel_key="CPU"), counting() as count:
+        with torch._C._AutoDispatchBelowAutograd():
+            out = sdpa(query, key, value)
+        assert count("triton") == 1
+    assert torch.is_grad_enabled() and not out.requires_grad
+    torch.testing.assert_close(out, sdpa(query, key, value).detach())
+
+
+def test_what_is_marked_as_stocks_stays_so_in_inference_mode():
+    query, key, value = qkv(2, 3, 8, 16)
+    with hooked(kernel_key="CPU"), counting() as count, torch.inference_mode():
+        out = _torch.as_stock(sdpa, query, key, value)
+        assert count("triton") == count("stock") == 0
+    torch.testing.assert_close(out, sdpa(query, key, value))
+
+
+def test_other_kinds_of_tensor_are_pytorchs_in_inference_mode():
+    with hooked(kernel_key="CPU"), counting() as count, torch.inference_mode():
+        meta = torch.empty(2, 3, 8, 16, device="meta")
+        assert sdpa(meta, meta, meta).shape == meta.shape
+        assert count("triton") == count("stock") == 0
+
+
+def test_the_way_past_observers_is_for_calls_without_one(monkeypatch):
+    """Prepared calls skip the operator, which a profiler wants to see."""
+    ways = []
+
+    class Run:
+        def __call__(self, query, *rest, layout):
+            ways.append("operator")
+            return query.clone()
+
+        def unobserved(self, query, *rest):
+            ways.append("direct")
+            return query.clone()
+
+    monkeypatch.setattr(decisions, "_runner", lambda *_: Run())
+    query, key, value = qkv(2, 3, 8, 16)
+    with hooked():
+        for _ in range(2):
+            sdpa(query, key, value)
+        with torch.profiler.profile():
+            sdpa(query, key, value)
+    assert ways == ["operator", "direct", "operator"]

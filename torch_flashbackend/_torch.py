@@ -107,16 +107,11 @@ def guarded(condition: Any) -> bool:
 functorch_active = torch._C._are_functorch_transforms_active
 """Half of `transforms_active`, 25 ns; forward_ad._current_level is the other half. Breaks as said there."""
 
-stock_sdpa = torch._C._nn.scaled_dot_product_attention
-"""The function that torch.nn.functional exports, whatever others have put in its place there. Public under that
-other name, so that going would mean that scaled_dot_product_attention itself has gone."""
-
 function_modes = torch._C._len_torch_function_stack
 """How many TorchFunctionModes are active. If it goes: replace it by `lambda: 1`, which is right and slower."""
 
-exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
-"""Exclude a dispatch key in this thread, as torch.inference_mode does. If it goes: override.py must always use
-the boxed handle, which costs 1 µs more."""
+any_autocast = torch._C._is_any_autocast_enabled
+"""Is autocast on for some type of device? If it goes: likewise."""
 
 profiler_enabled = torch.autograd._profiler_enabled
 """Is the profiler on in this thread? If it goes: `lambda: True`, and calls left to stock cost some µs more."""

@@ -65,17 +65,19 @@ class Entry:
     """What the hooks need to know about one key.
 
     decision: routing's answer. taken: it is not stock. run: what to call for a taken call that needs no change of rank
-    or batch, else None. simple: no gradient is needed. ends_in: for a call that stays stock's, "flash", "cudnn" or
+    or batch, else None. unobserved: a shorter way for calls that no dispatch mode or profiler watches, where run has
+    one. simple: no gradient is needed. ends_in: for a call that stays stock's, "flash", "cudnn" or
     "efficient" if PyTorch passes the arguments to that kernel as they are, else None. kernel: that kernel, or that of
     autograd around it, which the call hook puts there.
     """
 
-    __slots__ = ("decision", "ends_in", "kernel", "run", "simple", "taken")
+    __slots__ = ("decision", "ends_in", "kernel", "run", "simple", "taken", "unobserved")
 
     def __init__(self, decision: Any, simple: bool, run: Callable[..., Any] | None, ends_in: str | None = None) -> None:
         self.decision = decision
         self.taken = decision.backend != "stock"
         self.run = run
+        self.unobserved: Callable[..., Any] | None = getattr(run, "unobserved", None)
         self.simple = simple
         self.ends_in = ends_in
         self.kernel: Callable[..., Any] | None = None

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from . import _torch, decisions
 
-__all__ = ["attention", "run", "run_stock"]
+__all__ = ["attention", "call", "run", "run_stock"]
 
 ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
@@ -70,7 +70,7 @@ def attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, ",".join(WITH_LOGSUMEXP)
             )
         return _op(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "")
-    return _call(
+    return call(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
         WITH_LOGSUMEXP if return_lse else None, return_lse,
     )  # fmt: skip
@@ -136,7 +136,7 @@ def run_stock(
     )  # fmt: skip
 
 
-def _call(
+def call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -181,7 +181,7 @@ def _call(
         decisions.warn_once(
             f"{decision.backend} kernel not available, {others[0]} runs the call instead: {decisions.first_line(error)}"
         )
-    return _call(*arguments, others, return_lse)
+    return call(*arguments, others, return_lse)
 
 
 def _to_rank_4(
@@ -254,7 +254,7 @@ def _sdpa(
     backends: str = "",
 ) -> Tensor:
     allowed = tuple(backends.split(",")) if backends else None
-    return _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, allowed, False)
+    return call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, allowed, False)
 
 
 def _sdpa_with_logsumexp(
@@ -269,7 +269,7 @@ def _sdpa_with_logsumexp(
     backends: str = "",
 ) -> tuple[Tensor, Tensor]:
     allowed = tuple(backends.split(",")) if backends else WITH_LOGSUMEXP
-    return _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, allowed, True)
+    return call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, allowed, True)
 
 
 def under_autocast(op: Any, device_type: str, autocast_key: str) -> Any:

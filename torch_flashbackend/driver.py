@@ -15,7 +15,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -179,6 +179,19 @@ if hasattr(os, "register_at_fork"):
 # ---------------------------------------------------------------------------------------------------------- tensor maps
 
 
+class _MadeWhenMissing(dict):  # type: ignore[type-arg]
+    """A dictionary that asks `make` for what it does not hold; which keeps it there, or not."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[int], tuple[int, Any]]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, pointer: int) -> tuple[int, Any]:
+        return self._make(pointer)
+
+
 class TensorMaps:
     """Tensor maps (CUtensorMap) for [B, H, S, D] tensors that differ in nothing but their address.
 
@@ -186,7 +199,7 @@ class TensorMaps:
     head, batch), and writes them to shared memory in the 128-byte swizzle. What lies outside of the tensor is zeros.
     """
 
-    __slots__ = ("_device_index", "_maps", "_template")
+    __slots__ = ("_device_index", "_maps", "_template", "get")
 
     CAPACITY = 256
 
@@ -207,13 +220,11 @@ class TensorMaps:
         Raises DriverError for what the copy engine cannot walk.
         """
         self._device_index = device_index
-        self._maps: dict[int, tuple[int, Any]] = {}
+        self._maps = _MadeWhenMissing(self._make)
+        # No Python function of its own: the backward asks six times.
+        self.get: Callable[[int], tuple[int, Any]] = self._maps.__getitem__
+        """Where in host memory the map of the tensor at an address lies, and what must live as long as that is used."""
         self._template = _encode(dtype, shape, stride, rows, pointer, device_index, fetched)
-
-    def get(self, pointer: int) -> tuple[int, Any]:
-        """Where in host memory the map of the tensor at `pointer` lies, and what must live as long as that is used."""
-        found = self._maps.get(pointer)
-        return self._make(pointer) if found is None else found
 
     def _make(self, pointer: int) -> tuple[int, Any]:
         address, memory = _aligned(self._template)

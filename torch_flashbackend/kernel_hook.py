@@ -3,7 +3,7 @@
 May import `_torch.py`, decisions.py, packed.py and reference.py at the top, ops.py when a call is taken. Imported by
 override.py.
 
-Calls that never pass F.scaled_dot_product_attention's AutogradCUDA kernel arrive here: tensors made in inference mode,
+Calls that do not pass F.scaled_dot_product_attention, or pass it as something else than ordinary tensors, arrive here:
 nested tensors, vmap, context parallel, programs compiled while the plugin was off, and who calls
 torch.ops.aten._scaled_dot_product_flash_attention by name. PyTorch's autograd, fake tensors, DTensor and functorch keep
 working around the operators, so each one must be answered exactly as its schema and its meta function say
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from . import _torch, decisions, packed, reference
 
-__all__ = ["BACKWARDS", "FORWARDS", "KernelHook"]
+__all__ = ["BACKEND_SELECT", "BACKWARDS", "FORWARDS", "KernelHook", "of_plain_tensors"]
 
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
@@ -119,7 +119,7 @@ class KernelHook:
         if self._key_of(op) == BACKEND_SELECT:
             if stock is not None:
                 self._keep_straight_way(op)
-            self._library.impl(op, _of_plain_tensors(op, hook, self.key), BACKEND_SELECT, with_keyset=True)
+            self._library.impl(op, of_plain_tensors(op, hook, self.key), BACKEND_SELECT, with_keyset=True)
             return
         with warnings.catch_warnings():
             # torch says so when a kernel of C++ is overridden, which is what we are here for.
@@ -135,7 +135,8 @@ class KernelHook:
             # Autograd's kernel redispatches to these keys, which BackendSelect is not among.
             keyset = _torch.keyset(autograd_key, self.key)
             for needs_grad in (False, True):
-                self.kernels[backend, needs_grad] = straight(kernel.call_boxed, keyset, needs_grad)
+                way = straight(kernel.call_boxed, keyset, needs_grad)
+                self.kernels[backend, needs_grad] = way if op == CUDNN else _marked(way)
 
     def forward_taken(self, op: str) -> None:
         """Hook the backward of `op`, if that has not been done yet."""
@@ -147,7 +148,7 @@ class KernelHook:
                 self._hook(backward)
 
 
-def _of_plain_tensors(op: str, hook: Callable[..., Any], key: str) -> Callable[..., Any]:
+def of_plain_tensors(op: str, hook: Callable[..., Any], key: str) -> Callable[..., Any]:
     """What stands at BackendSelect: `hook` for dense tensors of the backend `key`, PyTorch's next kernel for others.
 
     Fake, meta, nested and sparse tensors pass BackendSelect too.
@@ -162,6 +163,19 @@ def _of_plain_tensors(op: str, hook: Callable[..., Any], key: str) -> Callable[.
         return hook(*args, **kwargs)
 
     return at_backend_select
+
+
+def _marked(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """For the kernels that call another of the hooked operators in turn: cuDNN's does not."""
+
+    def call(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+        _mark.stock = True
+        try:
+            return kernel(query, key, value, is_causal, scale)
+        finally:
+            _mark.stock = False
+
+    return call
 
 
 def _straight_flash(call_boxed: Any, keyset: Any, needs_grad: bool) -> Callable[..., Tensor]:

@@ -19,11 +19,10 @@ dropout and a head_dim above 128, or with a float32 mask. On CPU and MPS the mat
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -45,6 +44,7 @@ _library.define(
     "Tensor logsumexp, Tensor? dropout_seed, float dropout_p, bool is_causal, float scale, bool[4] output_mask, "
     'str backend="triton") -> (Tensor, Tensor, Tensor, Tensor)'
 )
+_is_compiling = torch.compiler.is_compiling
 _attention = torch.ops.flashbackend.attention.default
 _attention_forward = torch.ops.flashbackend.attention_forward.default
 _attention_backward = torch.ops.flashbackend.attention_backward.default
@@ -627,18 +627,33 @@ class HopperRun:
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `run`."""
-        ready = self._ready
-        if (
-            return_lse
-            or (attn_mask is not None and not self._takes_mask(attn_mask, is_causal))
-            or dropout_p != 0.0
-            or not _torch.unobserved(query)
-            or (ready is None and (query.numel() == 0 or key.numel() == 0))
-        ):
+        if return_lse or not _torch.unobserved(query):
             return run(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, backend="cuda",
                 return_lse=return_lse,
             )  # fmt: skip
+        return self.unobserved(query, key, value, attn_mask, dropout_p, is_causal, scale, layout)
+
+    def unobserved(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        layout: str,
+    ) -> Tensor:
+        """The same without `return_lse`, for a caller who knows the tensors to be `_torch.unobserved`."""
+        ready = self._ready
+        if (
+            dropout_p != 0.0
+            or (attn_mask is not None and not self._takes_mask(attn_mask, is_causal))
+            or (ready is None and (query.numel() == 0 or key.numel() == 0))
+        ):
+            result = run(query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, backend="cuda")
+            return cast(Tensor, result)
         if ready is None or ready.scale != scale:
             ready = self._ready = self._prepare(query, key, value, attn_mask, is_causal, scale, layout)
         if attn_mask is None:
@@ -717,18 +732,21 @@ def _ready_gradients(tensors, attn_mask, options, needed):
     tensors: grad_out, query, key, value, out, logsumexp; needed: of query, key, value and attn_mask.
     """
     if (
-        not torch.compiler.is_compiling()
+        not _is_compiling()
         and not torch.is_grad_enabled()
         and check_gradients is None
-        and _torch.unobserved(tensors[0])
+        and not _torch.dispatch_modes()
+        and not _torch.profiler_enabled()
     ):
         dropout_p, is_causal, scale, _ = options
         kind, compared = _kind_of_backward(tensors, attn_mask, dropout_p, is_causal, scale, needed)
-        repeat = _hopper_backward().recent.find(kind, compared)
+        # What is found is an ordinary tensor as well: the comparison is one of types and dispatch keys too.
+        repeat = _hopper_backward().recent.find_but_for_alignment(kind, compared)
         if repeat is not None:
-            # Where nothing has run for want of a kernel, the long way says so.
-            with contextlib.suppress(KernelUnavailable):
+            try:
                 return repeat(*compared)
+            except KernelUnavailable:
+                pass  # Nothing has run; the long way says why, or finds another kernel.
     grad_out, query, key, value, out, logsumexp = tensors
     return _gradients((query, key, value, attn_mask, out, logsumexp, None), grad_out, options, needed)
 

@@ -4,8 +4,9 @@ May import `_torch.py`, batch_invariance.py, decisions.py, kernel_hook.py, neste
 routing, ops and the kernels are imported by the first call that gets that far. Imported by the package's `__init__` and
 by autoload.py, possibly while torch itself is still being imported.
 
-A call's way: F.scaled_dot_product_attention -> dispatcher (autocast has run) -> `hook` below, at the key
-AutogradCUDA -> a Decision from the cache, or from routing -> ops.run, or stock as if nothing were there.
+A call's way: F.scaled_dot_product_attention -> dispatcher (autocast has run) -> `hook` below, at the key AutogradCUDA,
+or at BackendSelect where autograd's is not passed (inference mode) -> a Decision from the cache, or from routing ->
+ops.run, or stock as if nothing were there.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ def _install(call_key: str, kernel_key: str | None) -> None:
     if _installed is not None:
         return
     _refuse_if_taken(OP, call_key)
+    _refuse_if_taken(OP, kernel_hook.BACKEND_SELECT)
     stock = _torch.kernel_handle(OP, call_key)
     library = torch.library.Library("aten", "IMPL")
     kernels = kernel_hook.KernelHook(kernel_key)
@@ -127,6 +129,8 @@ def _install(call_key: str, kernel_key: str | None) -> None:
         kernels.register(_refuse_if_taken)
         hook = make_call_hook(call_key, stock, kernels.kernels)
         library.impl(OP, hook, call_key)
+        if kernel_key is not None:
+            library.impl(OP, _below_autograd(hook, stock, kernel_key), kernel_hook.BACKEND_SELECT, with_keyset=True)
         nested_tensors.register()
         installation = _Installation(library, kernels, nested_tensors, (OP, *kernels.ops))
         _forget_compiled(installation.ops)
@@ -154,6 +158,31 @@ def _uninstall() -> None:
         installation.cache_tag.restore()
         transformers.forget()
         _forget_compiled(installation.ops)
+
+
+def _below_autograd(hook: Callable[..., Tensor], stock: Any, key: str) -> Callable[..., Tensor]:
+    """What stands at BackendSelect, for calls that pass no key of autograd: in inference mode, or in operators.
+
+    Without it they would be the kernel hook's, after PyTorch has chosen and prepared a kernel. At the backend's own key
+    it would change what torch.export makes of the function.
+    """
+    is_grad_enabled = torch.is_grad_enabled
+    set_grad_enabled = torch._C._set_grad_enabled
+    mark = _torch.thread_mark
+
+    def decide(*args: Any, **kwargs: Any) -> Tensor:
+        if mark.stock:
+            return stock.call_boxed(_torch.ANY_KEYSET, *args, **kwargs)
+        if not is_grad_enabled():
+            return hook(*args, **kwargs)
+        # Nobody records here, whatever the tensors require; our autograd function would.
+        set_grad_enabled(False)
+        try:
+            return hook(*args, **kwargs)
+        finally:
+            set_grad_enabled(True)
+
+    return kernel_hook.of_plain_tensors(OP, decide, key)
 
 
 def _refuse_if_taken(op: str, key: str) -> None:
@@ -213,20 +242,14 @@ def make_call_hook(
 
     stock: the kernel that was there; kernels: those that it ends in (KernelHook.kernels). Everything that a call needs
     is bound here, once. A call that is left to stock runs the kernel itself where PyTorch would pass it the arguments
-    as they are; others that need no gradient run torch's own Python function with autograd's keys excluded, as in
-    inference mode, which is cheaper.
+    as they are.
     """
-    autograd_key = _torch.dispatch_key(call_key)
-    view_key = _torch.dispatch_key("ADInplaceOrView")
     mark = _torch.thread_mark
     functorch_active = _torch.functorch_active
-    function_modes = _torch.function_modes
     dispatch_modes = _torch.dispatch_modes
     is_wrapper = _torch.is_wrapper
     profiler_enabled = _torch.profiler_enabled
-    exclude_key = _torch.exclude_key
     is_grad_enabled = torch.is_grad_enabled
-    stock_sdpa = _torch.stock_sdpa
     stock_boxed = stock.call_boxed
     # Stock's function is one for all keys, and does not look at them.
     ANY_KEYSET = _torch.ANY_KEYSET
@@ -317,7 +340,11 @@ def make_call_hook(
         entry.decision.calls += 1
         if entry.taken:
             try:
-                if entry.run is not None:
+                if known and entry.unobserved is not None and not profiler_enabled():
+                    out = entry.unobserved(
+                        query, key, value, attn_mask, dropout_p, is_causal, scale, entry.decision.layout
+                    )
+                elif entry.run is not None:
                     out = entry.run(
                         query, key, value, attn_mask, dropout_p, is_causal, scale, layout=entry.decision.layout
                     )
@@ -337,27 +364,14 @@ def make_call_hook(
             return stock_boxed(
                 ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+        # A profiler wants to see all of stock's operators.
+        if known and entry.kernel is not None and not profiler_enabled():
+            return entry.kernel(query, key, value, is_causal, scale)
         mark.stock = True
         try:
-            # A profiler wants to see all of stock's operators.
-            kernel = entry.kernel if known and not profiler_enabled() else None
-            if kernel is not None:
-                return kernel(query, key, value, is_causal, scale)
-            if not (known and entry.simple) or function_modes():
-                return stock_boxed(
-                    ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-                )
-            exclude_key(autograd_key, True)
-            exclude_key(view_key, True)
-            try:
-                if scale is None and not enable_gqa:
-                    return stock_sdpa(query, key, value, attn_mask, dropout_p, is_causal)
-                return stock_sdpa(
-                    query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-                )
-            finally:
-                exclude_key(view_key, False)
-                exclude_key(autograd_key, False)
+            return stock_boxed(
+                ANY_KEYSET, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         finally:
             mark.stock = False
 

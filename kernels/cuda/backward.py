@@ -419,7 +419,8 @@ class Plan:
         "_device_index",
         "_dropout",
         "_frames",
-        "_functions",
+        "_is_fused",
+        "_launched",
         "_maps",
         "_mask",
         "_mask_map",
@@ -482,10 +483,11 @@ class Plan:
         )
         try:
             binary = spec.compile()
-            self._functions = [
-                ctypes.c_void_p(driver.load_function(binary, entry, index, spec.shared_bytes if entry == MAIN else 0))
-                for entry in spec.launched
-            ]
+            self._launched = []
+            for entry in spec.launched:
+                shared_bytes = spec.shared_bytes if entry == MAIN else 0
+                function = ctypes.c_void_p(driver.load_function(binary, entry, index, shared_bytes))
+                self._launched.append((entry, function))
             self._mask = self._mask_map = self._dropout = None
             if mask is not None:
                 makers = [ctypes.c_void_p(driver.load_function(binary, entry, index, 0)) for entry in masks.BIT_ENTRIES]
@@ -526,9 +528,11 @@ class Plan:
                 slots = most
             if tile.paired:  # four groups: one prepares, one computes, one finishes, one has finished
                 slots = min(slots, 4 * heads_per_group)
-        self._sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 32)
-        self._semaphores_at = self._sums_at + slots * heads // kv_heads * q_tiles * tile.block_m * spec.head_dim
-        self._workspace_floats = self._semaphores_at + (all_q_tiles * tile.num_warpgroups if deterministic else 0)
+        sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 32)
+        semaphores_at = sums_at + slots * heads // kv_heads * q_tiles * tile.block_m * spec.head_dim
+        self._workspace_floats = semaphores_at + (all_q_tiles * tile.num_warpgroups if deterministic else 0)
+        self._sums_at, self._semaphores_at = 4 * sums_at, 4 * semaphores_at
+        self._is_fused = tile.fused
         of_dropout = dropout.params_of(dropout_p) if has_dropout else dropout.DropoutParams()
         self._params = BackwardParams(
             **strides,
@@ -570,7 +574,10 @@ class Plan:
         self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask=None, seed=None,
         delta=None, made: list[masks.QueryListsMade] | None = None,
     ) -> None:  # fmt: skip
-        """Launch on the current stream of the tensors' device. made: see `backward`."""
+        """Launch on the current stream of the tensors' device. made: see `backward`.
+
+        Raises KernelUnavailable, and launches nothing, where an address is no multiple of 16 bytes.
+        """
         index = self._device_index
         if driver.current_device() != index:
             with torch.cuda.device(index):
@@ -578,15 +585,20 @@ class Plan:
                     query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed, delta,
                     made,
                 )  # fmt: skip
+        query_at, key_at, value_at, out_at = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+        logsumexp_at, grad_out_at = logsumexp.data_ptr(), grad_out.data_ptr()
+        grad_query_at = 0 if grad_query is None else grad_query.data_ptr()
+        if (query_at | key_at | value_at | out_at | grad_out_at) & 15:
+            raise KernelUnavailable("the Hopper kernels need addresses that are multiples of 16 bytes")
         workspace = _allocate(query, self._workspace_floats)
-        start, grad_out_pointer = workspace.data_ptr(), grad_out.data_ptr()
+        start = workspace.data_ptr()
         query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map = self._maps
         # These stay referenced until the driver has copied them.
         maps = (
-            query_map.get(query.data_ptr()),
-            key_map.get(key.data_ptr()),
-            value_map.get(value.data_ptr()),
-            grad_out_map.get(grad_out_pointer),
+            query_map.get(query_at),
+            key_map.get(key_at),
+            value_map.get(value_at),
+            grad_out_map.get(grad_out_at),
             grad_key_map.get(grad_key.data_ptr()),
             grad_value_map.get(grad_value.data_ptr()),
         )
@@ -600,14 +612,12 @@ class Plan:
             frame = driver.Frame(self._configs, self._params, len(maps))
         params = frame.params
         addresses.pack_into(frame.pointers, 0, *[address for address, _ in maps])
-        grad_query_pointer = 0 if grad_query is None else grad_query.data_ptr()
         stream = driver.current_stream(index)
         counters = driver.counters(index, stream, self._counter_bytes) if self._counter_bytes else 0
-        semaphores = counters + _COUNTERS_BYTES if self.specialisation.tile.fused else start + 4 * self._semaphores_at
         _ADDRESSES.pack_into(
-            params, 0, out.data_ptr(), grad_out_pointer, logsumexp.data_ptr(), grad_query_pointer,
-            grad_query_pointer if self._statistics_in_gradient else start,
-            start + 4 * self._sums_at, semaphores, counters,
+            params, 0, out_at, grad_out_at, logsumexp_at, grad_query_at,
+            grad_query_at if self._statistics_in_gradient else start, start + self._sums_at,
+            counters + _COUNTERS_BYTES if self._is_fused else start + self._semaphores_at, counters,
         )  # fmt: skip
         if self._mask is not None:
             lists = made[0] if made else self._mask.make(mask, index, stream)
@@ -615,21 +625,24 @@ class Plan:
                 made.append(lists)
             params.mask.bits, params.mask.lists = lists.bits, lists.lists
         if self._mask_map is not None:
-            params.logsumexp_low = logsumexp.data_ptr() + 4 * logsumexp.stride(0)
+            params.logsumexp_low = logsumexp_at + 4 * logsumexp.stride(0)
             params.delta = None if delta is None else delta.data_ptr()
         if self._dropout is not None:
             table = self._dropout.make(seed, index, stream)
             params.dropout.keys = table.data_ptr()
-        entries = self.specialisation.launched if grad_query is not None else (PREPARE, MAIN)
-        for entry, function, config in zip(entries, self._functions, frame.configs, strict=False):
-            arguments = frame.arguments if entry == MAIN else frame.only_params
+        arguments, only_params = frame.arguments, frame.only_params
+        first = True
+        for (entry, function), config in zip(self._launched, frame.configs, strict=False):
+            if entry == FINISH and grad_query is None:
+                break
             launch_counts[entry] += 1
             try:
-                driver.launch(config, function, arguments, index, stream)
+                driver.launch(config, function, arguments if entry == MAIN else only_params, index, stream)
             except driver.DriverError as error:
-                if error.is_refusal and entry == entries[0]:
+                if error.is_refusal and first:
                     raise KernelUnavailable(f"{entry}: {error}") from error
                 raise
+            first = False
         self._frames.append(frame)
 
 
@@ -726,8 +739,11 @@ class Repeat:
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of query, key, value and mask, None for those not asked for, the mask's too.
 
-        mask and seed where the first call had them.
+        mask and seed where the first call had them. Raises KernelUnavailable before any launch where an address is no
+        multiple of 16 bytes.
         """
+        if mask is not None and mask.data_ptr() & 15:
+            raise KernelUnavailable("this mask is to be read in other pieces")
         empty = _torch.allocator(query)
         of_query, of_key, of_value = self._grads
         grad_query = None if of_query is None else empty(*of_query)

@@ -528,7 +528,7 @@ def test_automatic_route_takes_it_where_it_is_faster(plugin, take_everything, no
         note(check(results_of(call, grad_out), expected, None, "training"))
     assert ops.launch_counts()["flash_forward"] == 5
     ops.reset_launch_counts()
-    with torch.inference_mode():  # past the call hook, into the kernel hook
+    with torch.inference_mode():  # past autograd's key
         inputs = [t.clone() for t in (call.query, call.key, call.value)]
         out = F.scaled_dot_product_attention(*inputs, is_causal=True)
     note(check({"out": out.clone()}, expect(call), None, "inference mode"))
