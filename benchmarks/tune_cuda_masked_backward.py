@@ -57,6 +57,15 @@ def candidates(case: cases.Case) -> dict[str, BackwardTile]:
         found["persistent"] = dataclasses.replace(chosen, persistent=True)
     if size > 64:
         found["no turns"] = dataclasses.replace(chosen, turns=False, delta_first=False)
+    if has_dropout and case.mask is None:
+        unstaged = dataclasses.replace(chosen, unstaged=True)
+        apart = dataclasses.replace(unstaged, hashed_apart=True)
+        found |= {"unstaged": unstaged, "apart": apart}
+        for name in ("table", "apart"):
+            found[f"{name}, issued whole"] = dataclasses.replace(found[name], issued_whole=True)
+        if size > 64:
+            found["apart, no turns"] = dataclasses.replace(apart, turns=False)
+            found["apart, 4 stages"] = dataclasses.replace(apart, q_stages=4)
     if chosen.delta_first:
         found["no delta first"] = dataclasses.replace(chosen, delta_first=False)
     return found

@@ -6,6 +6,7 @@ the mask get two), and all tiles that are chosen for it; FLASHBACKEND_ALL_SPECIA
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import subprocess
@@ -63,7 +64,7 @@ def name_of(spec):
         + ["per_key"] * spec.mask_per_key
         + ["dropout"] * spec.has_dropout
         + ["deterministic"] * spec.deterministic
-        + [flag for flag in ("persistent", "unstaged", "fused", "paired") if getattr(spec.tile, flag)]
+        + [flag.name for flag in dataclasses.fields(spec.tile) if getattr(spec.tile, flag.name) is True]
         + ["packed"] * spec.is_packed
     )
     return "-".join([f"{spec.head_dim}-{spec.head_dim_v}", *kind, *flags])

@@ -36,6 +36,8 @@
 //
 // FUSED: the first and the last kernel are items of the main one's list (backward_items.cuh).
 // UNSTAGED: consumers add their shares of grad_query from registers, without staging buffers.
+// HASHED_APART: warps beside the loading one work out the words of DROPOUT (backward_dropout.cuh).
+// ISSUED_WHOLE: arithmetic that is to run beside a product begins once all of its instructions have been issued.
 //
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of BLOCK_M rows, two of dS, all in boxes of 64
 // columns (tma.cuh); BLOCK_M x HEAD_DIM float32 of staging, in the accumulators' own order.
@@ -44,7 +46,8 @@
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
 // tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES (2), KEYS_IN_REGISTERS, TURNS, DELTA_FIRST, PERSISTENT, FUSED,
-// UNSTAGED, IS_CAUSAL, MASKED, FLOAT_MASK, MASK_PER_KEY, MASK_ROWS, MASK_STAGES, DROPOUT, IS_BF16, DETERMINISTIC.
+// UNSTAGED, HASHED_APART, ISSUED_WHOLE, IS_CAUSAL, MASKED, FLOAT_MASK, MASK_PER_KEY, MASK_ROWS, MASK_STAGES, DROPOUT,
+// IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -84,6 +87,12 @@ constexpr int ALL_VALUES_BYTES = 0, VALUES_STAGES = 0;
 
 static_assert(Q_STAGES <= 4, "four words say of each stage what it holds");
 
+// DROPOUT: the words that say what stays, of a query tile or of the part in work.
+constexpr int KEPT_BYTES = 128 * CONSUMERS * 4 * (HASHED_APART ? PARTS : 1);
+constexpr int KEPT_STAGES = HASHED_APART ? Q_STAGES : DROPOUT;
+// HASHED_APART: the random keys of the block's keys, in each stage of query tiles.
+constexpr int RANDOM_COLUMNS_BYTES = HASHED_APART ? BLOCK_N * 4 : 0;
+
 // Byte addresses in shared memory.
 struct Shared {
   uint32_t key, value, query, grad_out, grad_scores, staging, values, statistics, mask_bits, kept, ticket, barriers;
@@ -98,11 +107,16 @@ struct Shared {
         statistics(values + ALL_VALUES_BYTES),
         mask_bits(statistics + Q_STAGES * STATISTICS_BYTES),
         kept(mask_bits + Q_STAGES * STAGE_MASK_BYTES),
-        ticket(kept + (DROPOUT ? 128 * CONSUMERS * 4 : 0)),
+        ticket(kept + KEPT_STAGES * KEPT_BYTES + Q_STAGES * RANDOM_COLUMNS_BYTES),
         barriers(ticket + 16 + (MASKED + DROPOUT) * 16) {}
   // Of a query tile: its kind, and its head, counted over the batch.
   __device__ uint32_t kind(int stage) const { return ticket + 16 + 4 * stage; }
   __device__ uint32_t head(int stage) const { return ticket + 16 + MASKED * 16 + 4 * stage; }
+  // DROPOUT: of a query tile's stage, the word of a consumer thread and part.
+  __device__ uint32_t kept_word(int stage, int number) const { return kept + stage * KEPT_BYTES + 4 * number; }
+  __device__ uint32_t random_columns(int stage) const {
+    return kept + KEPT_STAGES * KEPT_BYTES + stage * RANDOM_COLUMNS_BYTES;
+  }
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
   __device__ uint32_t k_full() const { return barrier(0); }
   __device__ uint32_t v_full() const { return barrier(1); }
@@ -121,6 +135,7 @@ struct Shared {
   __device__ uint32_t work_empty(int stage) const { return work_full(2 + stage); }
   __device__ uint32_t values_full(int stage) const { return work_empty(2 + stage); }
   __device__ uint32_t values_empty(int stage) const { return values_full(VALUES_STAGES + stage); }
+  __device__ uint32_t kept_full(int stage) const { return work_full(4 + stage); }
   __device__ uint32_t grad_value() const { return PERSISTENT ? grad_scores : value; }
   __device__ uint32_t grad_key() const { return !PERSISTENT ? key : GRADS_IN_DS ? grad_scores + V_BYTES : staging; }
 };
@@ -139,7 +154,7 @@ __device__ __forceinline__ void for_each_item(int number, const BackwardParams& 
   if constexpr (!PERSISTENT) {
     visit(work_of(item_at(number, params), params));
   } else {
-    const bool alone = threadIdx.x < 128;
+    const bool alone = threadIdx.x < 128 && (!HASHED_APART || threadIdx.x >= 96);
 #pragma unroll 1
     for (uint32_t given = 0;; ++given) {
       const auto place = Ring<2>::at(given);
@@ -199,7 +214,7 @@ __device__ __forceinline__ void load_queries(const TensorMap& query_map, const T
     load_mask(work, head, entry, q.stage, params, shared);
 #endif
 #if DROPOUT
-    write_word(shared.head(q.stage), work.batch * params.num_heads + head);
+    load_random(work, head, q.stage, params, shared);
 #endif
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
                                  head, work.batch);
@@ -211,6 +226,19 @@ __device__ __forceinline__ void load_queries(const TensorMap& query_map, const T
                                    tile * BLOCK_M, head, work.batch);
     ++loaded;
   });
+}
+
+// The loading thread where its warpgroup hashes: `produce` with fewer numbers to remember.
+__device__ __forceinline__ void produce_few_registers(const TensorMap& query_map, const TensorMap& key_map,
+                                                      const TensorMap& value_map, const TensorMap& grad_out_map,
+                                                      const Work& work, const BackwardParams& params,
+                                                      const Shared& shared) {
+  if (work.tiles(params) == 0) return;  // nobody would wait for the keys
+  const int row = work.k_tile * BLOCK_N;
+  load_rows<BLOCK_N, HEAD_DIM>(key_map, shared.key, shared.k_full(), row, work.kv_head, work.batch);
+  load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value, shared.v_full(), row, work.kv_head, work.batch);
+  uint32_t loaded = 0;
+  load_queries(query_map, grad_out_map, work, params, shared, loaded);
 }
 
 // The warp for keys and values: loads a tile of them as soon as the last one has been used, stores that one's
@@ -387,6 +415,11 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     if (own_rows < BLOCK_M)
       clear_rows<BLOCK_M, HEAD_DIM>(shared.query + stage * Q_BYTES, own_rows, CLEARED + warpgroup);
   };
+  // ptxas puts arithmetic between the instructions of a product, which then come late, but not past a wait, here for
+  // what has long been there.
+  const auto end_of_issue = [&] {
+    if (ISSUED_WHOLE) barrier_wait(shared.do_full(d.stage), d.phase);
+  };
   // One query tile, whose first row is `first_row`. `before`: it is not the first one. `more`: it is not the last one.
   const auto step = [&](int first_row, auto before, auto more) {
     constexpr bool BEFORE = decltype(before)::value, MORE = decltype(more)::value;
@@ -403,7 +436,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       const uint32_t mask_word =
           shared.mask_bits + q.stage * MASK_BYTES + (part * 128 * CONSUMERS + threadIdx.x - 128) * 4;
 #endif
-#if DROPOUT
+#if DROPOUT && !HASHED_APART
       const uint2 keys_random = column_keys(read_word(shared.head(q.stage)), thread_key, params);
 #endif
       if (part == 0) {
@@ -414,10 +447,14 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       wgmma_fence();
       value.multiply(grads, descriptor(grad_out, 0), DELTA_FIRST);
       wgmma_commit();
+      end_of_issue();
 
-#if DROPOUT
+#if HASHED_APART
+      const uint32_t kept = shared.kept_word(q.stage, part * 128 * CONSUMERS + threadIdx.x - 128);
+      if (part == 0) barrier_wait(shared.kept_full(q.stage), q.phase);
+#elif DROPOUT
       // Through shared memory, since no register is left for it.
-      const uint32_t kept = shared.kept + (threadIdx.x - 128) * 4;
+      const uint32_t kept = shared.kept_word(0, threadIdx.x - 128);
       write_word(kept, kept_scores(shared.statistics + q.stage * STATISTICS_BYTES + (2 * BLOCK_M + part * STEP_M) * 4,
                                    keys_random, params.dropout.threshold, quad_lane));
 #endif
@@ -465,9 +502,13 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       wgmma_fence();
       accumulate_product<HEAD_DIM_V>(grad_value, probabilities, grad_out);
       wgmma_commit();
+      end_of_issue();
 
+#if DROPOUT && !MASKED
+      multiply_some(grads, scores, read_word(kept), statistics + BLOCK_M * 4);
+#else
 #if DROPOUT
-      keep_some(grads, read_word(kept), 0.0f);
+      keep_some(grads, read_word(kept), 0.0f);  // with a mask there are no registers for the other way
 #endif
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
@@ -481,6 +522,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
 #pragma unroll
         for (int j = i; j < i + 4; ++j) grads[j] *= scores[j];
       }
+#endif
 #if MASKED
       // Not by the probability: dP may be infinite or NaN there.
       if (kind == BITS) keep_some(grads, read_word(mask_word), 0.0f);
@@ -656,7 +698,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     barrier_init(shared.v_full(), 1);
     // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.
     for (int stage = 0; stage < Q_STAGES; ++stage) {
-      barrier_init(shared.q_full(stage), 2 + MASKED);
+      barrier_init(shared.q_full(stage), 2 + MASKED + HASHED_APART);
       barrier_init(shared.q_empty(stage), 4 * CONSUMERS);
     }
     for (int stage = 0; stage < DO_STAGES; ++stage) {
@@ -678,6 +720,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
       barrier_init(shared.work_full(stage), 1);
       barrier_init(shared.work_empty(stage), LISTENERS);
     }
+#if HASHED_APART
+    for (int stage = 0; stage < Q_STAGES; ++stage) barrier_init(shared.kept_full(stage), HASHING_WARPS);
+#endif
     for (int stage = 0; stage < DS_STAGES; ++stage) {
       barrier_init(shared.ds_full(stage), 4 * CONSUMERS);
       barrier_init(shared.ds_empty(stage), 4 * CONSUMERS);
@@ -703,10 +748,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
       if (PERSISTENT)
         give_work(params, shared,
                   [&](const Work& work) { load_queries(query_map, grad_out_map, work, params, shared, loaded); });
+      else if (HASHED_APART)
+        produce_few_registers(query_map, key_map, value_map, grad_out_map, work_of(item_at(number, params), params),
+                              params, shared);
       else
         produce(query_map, key_map, value_map, grad_out_map, work_of(item_at(number, params), params), params, shared);
     }
-    if (threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) {
+#if HASHED_APART
+    if (1 <= warp && warp <= HASHING_WARPS) {
+      uint32_t hashed = 0;
+      int unit = warp - 1;
+      for_each_item(
+          number, params, shared, [&](const Work& work) { hash_tiles(work, params, shared, hashed, unit); },
+          [](const Item&) {});
+    }
+#endif
+    if (!HASHED_APART && threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS) {
       uint32_t phase = 0;
       for_each_item(
           number, params, shared, [&](const Work& work) { store_pieces(work, params, shared, warp - 1, phase); },

@@ -66,10 +66,6 @@ static_assert(BLOCK_M % STEP_M == 0 && STEP_M % 16 == 0);
 #include "backward_mask.cuh"
 #endif
 static_assert(!FLOAT_MASK || (MASKED && !DROPOUT && !PERSISTENT && !DETERMINISTIC));
-#if DROPOUT
-static_assert(!DELTA_FIRST, "dP is dropped before delta is subtracted");
-static_assert(STEP_M == 64, "a word says which of a thread's scores stay");
-#endif
 
 constexpr int BOXES = ceil_div(HEAD_DIM, BOX_COLUMNS);
 constexpr int Q_BYTES = BLOCK_M * round_up(HEAD_DIM, BOX_COLUMNS) * 2;
@@ -300,32 +296,7 @@ __device__ __forceinline__ float2 read_pair(uint32_t address) {
 }
 
 #if DROPOUT
-// The random keys of this thread's two keys, `key` and `key` + 8, for a query head counted over the batch.
-__device__ __forceinline__ uint2 column_keys(int head, int key, const BackwardParams& params) {
-  const uint32_t* keys = dropout_columns(params.dropout, head, params.seqlen_q, params.seqlen_k) + key;
-  return make_uint2(__ldg(keys), __ldg(keys + 8));
-}
-
-// A bit for each of this thread's scores of a part: those that stay. `rows`: where the random keys of the part's
-// queries begin in shared memory.
-__device__ __forceinline__ uint32_t kept_scores(uint32_t rows, const uint2& of_keys, uint32_t threshold,
-                                                int quad_lane) {
-  const uint32_t columns[2] = {of_keys.x, of_keys.y};
-  uint32_t kept = 0;
-#pragma unroll
-  for (int pair = 0; pair < STEP_M / 16; ++pair) {
-    // Queries 16 pair + 2 quad_lane + e, whose scores are those of group 2 pair, and 8 further on, of the next one.
-    const float2 of_queries = read_pair(rows + (16 * pair + 2 * quad_lane) * 4);
-    const uint32_t row_keys[2] = {__float_as_uint(of_queries.x), __float_as_uint(of_queries.y)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t bits = dropout_bits(row_keys[i % 2], columns[i / 2]);
-      if (keeps_first(bits, threshold)) kept |= 1u << (8 * pair + i);
-      if (keeps_second(bits, threshold)) kept |= 1u << (8 * pair + 4 + i);
-    }
-  }
-  return kept;
-}
+#include "backward_dropout.cuh"
 #endif
 
 #if FLOAT_MASK
@@ -351,7 +322,7 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
     load_mask(work, head, entry, q.stage, params, shared);
 #endif
 #if DROPOUT
-    write_word(shared.head(q.stage), work.batch * params.num_heads + head);
+    load_random(work, head, q.stage, params, shared);
 #endif
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
                                  work.query_row() + tile * BLOCK_M, head, work.batch);

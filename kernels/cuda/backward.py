@@ -163,6 +163,8 @@ class Specialisation(NamedTuple):
             "FUSED": int(tile.fused),
             "UNSTAGED": int(tile.unstaged),
             "PAIRED": int(tile.paired),
+            "HASHED_APART": int(tile.hashed_apart),
+            "ISSUED_WHOLE": int(tile.issued_whole),
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
             "FLOAT_MASK": int(self.is_float_mask),
@@ -188,7 +190,9 @@ class Specialisation(NamedTuple):
             rows = 8 if self.mask_per_key else tile.mask_rows  # one, where the swizzle begins anew
             queries += tile.mask_stages * rows * tile.block_n * 2
         if self.has_dropout:
-            queries += tile.q_stages * tile.block_m * 4 + tile.block_n * 8
+            words = tile.q_stages * (tile.block_m // tile.step_m) if tile.hashed_apart else 1
+            queries += tile.q_stages * tile.block_m * 4 + words * tile.block_n * 8
+            queries += tile.q_stages * tile.block_n * 4 if tile.hashed_apart else 0
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
         # P on its way to the other warpgroup, or the query's gradient on its way to global memory; both are float32.
         if tile.paired:  # halves of grad_out, and the other block's keys and dS

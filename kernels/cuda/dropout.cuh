@@ -21,10 +21,14 @@ struct DropoutParams {
   float scale;           // of what is kept: 1 / (1 - dropout_p), or 0
 };
 
+// From a head to the next.
+__device__ __forceinline__ int dropout_pitch(int seqlen_q, int seqlen_k) {
+  return round_up(seqlen_q, DROPOUT_PITCH) + round_up(seqlen_k, DROPOUT_PITCH);
+}
 // Where the keys of a head's queries begin, and of its keys.
 __device__ __forceinline__ const uint32_t* dropout_rows(const DropoutParams& params, int64_t head, int seqlen_q,
                                                         int seqlen_k) {
-  return params.keys + head * (round_up(seqlen_q, DROPOUT_PITCH) + round_up(seqlen_k, DROPOUT_PITCH));
+  return params.keys + head * dropout_pitch(seqlen_q, seqlen_k);
 }
 __device__ __forceinline__ const uint32_t* dropout_columns(const DropoutParams& params, int64_t head, int seqlen_q,
                                                            int seqlen_k) {

@@ -229,6 +229,9 @@ class BackwardTile:
     block for each multiprocessor, which does one tile of keys after the other. unstaged: consumers add their shares of
     the query's gradient from registers.
 
+    issued_whole: arithmetic that runs beside a product begins once all of it has been issued. hashed_apart: with
+    dropout, warps beside the loading one work out what stays, in unstaged tiles.
+
     fused: one kernel prepares, computes and finishes, part by part.
 
     mask_rows, mask_stages: queries of a tile of a float mask, and such tiles in flight.
@@ -252,6 +255,8 @@ class BackwardTile:
     paired: bool = False
     mask_rows: int = 32
     mask_stages: int = 3
+    hashed_apart: bool = False
+    issued_whole: bool = False
 
     @property
     def num_warpgroups(self) -> int:
