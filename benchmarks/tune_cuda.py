@@ -1,6 +1,7 @@
 """Check and measure candidate tiles of the Hopper backward on this GPU, for ``kernels/cuda/tiles.py``.
 
     python -m benchmarks.tune_cuda --out benchmarks/results/tune_cuda.json [--only 128] [--lengths 2048] [--budget 60]
+    python -m benchmarks.tune_cuda --out FILE.json --problems closest --modes default
 
 First every candidate is compiled, in parallel; then checked against float64 in a process of its own, where one that
 hangs or faults costs that process alone; then those that passed are timed beside cuDNN (or --peers), in turn, on
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
@@ -23,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -31,10 +33,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness import Meter, Results, Run, environment
 from torch_flashbackend import driver, ops
+from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import backward, forward, tiles
 from torch_flashbackend.kernels.cuda.tiles import BackwardTile
 
 TOKENS, WIDTH = 16384, 2048
+# Where other kernels come closest, or are faster: head_dim:length, c for causal, /query heads of a key head.
+CLOSEST = "128:8192c/4,128:512c,128:16384c,128:16384,256:512c,128:8192,128:1024c,128:2048,128:2048c/4,64:512c"
 # batch, query heads, key heads, seqlen_q, seqlen_k of what is checked.
 # The last ones have more tiles of keys than multiprocessors, and more heads than have sums at a time.
 CHECKED = (
@@ -59,15 +64,70 @@ def candidates(head_dim: int, deterministic: bool) -> list[BackwardTile]:
         return [usual]
     fused = change(usual, fused=True)
     if head_dim > 192:
-        return [usual, change(fused, paired=True, ds_stages=1)]
+        return [usual, change(usual, direct=True), change(fused, paired=True, ds_stages=1)]
     listed = [usual, fused]
     if head_dim <= 128:
         listed.append(change(usual, persistent=True))
     if head_dim in (64, 128):  # between them, registers spill
         listed.append(change(fused, persistent=True))
+        listed.append(change(usual, persistent=True, direct=True))
     if 64 < head_dim <= 128:
         listed.append(change(usual, unstaged=True))
+        listed.append(change(fused, unstaged=True))
+        listed.append(change(usual, unstaged=True, paired=True))
+        listed.append(change(fused, unstaged=True, paired=True))
+        # Without staging there is room for more.
+        listed.append(change(usual, unstaged=True, q_stages=4, do_stages=3))
+        listed.append(change(usual, unstaged=True, paired=True, q_stages=4, do_stages=3))
+        listed.append(change(fused, unstaged=True, paired=True, q_stages=4, do_stages=3))
+        listed.append(change(fused, paired=True))
+        listed.append(change(usual, unstaged=True, skip_hidden=True))
+        listed.append(change(usual, persistent=True, skip_hidden=True))
+        listed.append(change(usual, persistent=True, skip_hidden=True, direct=True))
     return listed
+
+
+class Problem(NamedTuple):
+    """A row of what is timed: TOKENS in all, `group` query heads for each key head."""
+
+    head_dim: int
+    seqlen: int
+    is_causal: bool
+    group: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Problem:
+        """Of head_dim:length, "c" for causal, "/query heads of a key head"."""
+        text, _, group = text.partition("/")
+        head_dim, length = text.removesuffix("c").split(":")
+        return cls(int(head_dim), int(length), text.endswith("c"), int(group or 1))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Batch, query heads, key heads: with groups twice as many, of which a key head's are a part."""
+        heads = max(1, WIDTH // self.head_dim) * (1 if self.group == 1 else 2)
+        return max(1, TOKENS // self.seqlen), heads, heads // self.group
+
+    def suits(self, candidate: Candidate) -> bool:
+        """Whether the candidate is of this head_dim and mask."""
+        return (candidate.head_dim, candidate.is_causal) == (self.head_dim, self.is_causal)
+
+    def tries(self, tile: BackwardTile) -> bool:
+        """Whether it may be worth while: what saves time between short blocks, or within long ones."""
+        rows = self.seqlen * self.group
+        if self.head_dim > 128:
+            return not tile.paired or rows >= 1024
+        if self.head_dim == 128 and tile.fused and (tile.persistent or (self.is_causal and not tile.unstaged)):
+            return False  # slower at all lengths
+        if self.is_causal and tile.fused and tile.paired:
+            return False
+        return not tile.persistent if rows >= 8192 else rows >= 2048 or not (tile.unstaged or tile.paired)
+
+    @property
+    def name(self) -> str:
+        """As printed."""
+        heads = f" of {self.group} heads" * (self.group > 1)
+        return f"D={self.head_dim} S={self.seqlen} {'causal' if self.is_causal else 'full'}{heads}"
 
 
 def name_of(tile: BackwardTile) -> str:
@@ -85,12 +145,14 @@ class Candidate:
     is_causal: bool
     deterministic: bool
     tile: BackwardTile
+    heads_per_group: int = 0  # key heads that take turns in a causal list, or what the launch chooses
 
     @property
     def name(self) -> str:
         """With its problem's head_dim and mask."""
         mask, mode = "causal" if self.is_causal else "full", ", deterministic" if self.deterministic else ""
-        return f"D={self.head_dim} {mask}{mode} {name_of(self.tile)}"
+        groups = f" groups_of_{self.heads_per_group}" * (self.heads_per_group > 0)
+        return f"D={self.head_dim} {mask}{mode} {name_of(self.tile)}{groups}"
 
     @property
     def specialisation(self) -> backward.Specialisation:
@@ -112,21 +174,20 @@ class Candidate:
         return lines[0] if lines else None
 
 
-def compile_forwards(head_dims: list[int], lengths: list[int]) -> None:
+def compile_forwards(problems: list[Problem]) -> None:
     """The forward kernels whose results the backwards are given, so that nothing is compiled while others are timed."""
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132
     wanted = set()
-    for head_dim in head_dims:
-        heads = max(1, WIDTH // head_dim)
-        timed = [(max(1, TOKENS // length) * heads, length, length) for length in lengths]
-        for batch_heads, seqlen_q, seqlen_k in [(b * h, q, k) for b, h, _, q, k in CHECKED] + timed:
-            for is_causal in (False, True):
-                wanted.add(
-                    forward.specialise(
-                        head_dim, head_dim, torch.bfloat16, is_causal, True,
-                        seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=batch_heads, num_sms=num_sms,
-                    )
-                )  # fmt: skip
+    for problem in problems:
+        batch, heads, _ = problem.shape
+        timed = (batch * heads, problem.seqlen, problem.seqlen)
+        for batch_heads, seqlen_q, seqlen_k in [(b * h, q, k) for b, h, _, q, k in CHECKED] + [timed]:
+            wanted.add(
+                forward.specialise(
+                    problem.head_dim, problem.head_dim, torch.bfloat16, problem.is_causal, True,
+                    seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=batch_heads, num_sms=num_sms,
+                )
+            )  # fmt: skip
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(forward.Specialisation.compile, wanted))
 
@@ -163,7 +224,13 @@ def with_forward(tensors: list[torch.Tensor], is_causal: bool) -> tuple[Any, ...
 def launcher(candidate: Candidate, arguments: tuple[Any, ...]) -> Callable[[], None]:
     """A function that runs the candidate's three kernels."""
     scale = arguments[0].size(3) ** -0.5
-    plan = backward.Plan(*arguments, candidate.is_causal, scale, candidate.deterministic, candidate.tile)
+    usual = backward._heads_per_group
+    if candidate.heads_per_group:
+        backward._heads_per_group = lambda key_heads, *_: min(candidate.heads_per_group, key_heads)
+    try:
+        plan = backward.Plan(*arguments, candidate.is_causal, scale, candidate.deterministic, candidate.tile)
+    finally:
+        backward._heads_per_group = usual
     return functools.partial(plan, *arguments)
 
 
@@ -221,6 +288,7 @@ def check_apart(numbers: list[int], options: argparse.Namespace) -> dict[int, di
         if hangs == MOST_HANGS:
             return found | {number: {"right": False, "failed": "not checked: too many hang"} for number in missing}
         command = [sys.executable, "-m", "benchmarks.tune_cuda", "--out", options.out, "--only", options.only]
+        command += ["--lengths", options.lengths, *(["--problems", options.problems] if options.problems else [])]
         command += ["--modes", options.modes, "--check", ",".join(map(str, missing))]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=False)
         assert child.stdout is not None
@@ -288,12 +356,13 @@ def contenders(
 ) -> dict[str, Run]:
     """The peers' backwards."""
     leaves = [t.detach().requires_grad_() for t in tensors[:3]]
+    is_grouped = tensors[0].size(1) != tensors[1].size(1)
     runs = {}
     for name, kernel in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
         if name not in names:
             continue
         with sdpa_kernel(kernel):
-            out = scaled_dot_product_attention(*leaves, is_causal=is_causal)
+            out = scaled_dot_product_attention(*leaves, is_causal=is_causal, enable_gqa=is_grouped)
         runs[name] = Run(functools.partial(torch.autograd.grad, out, leaves, tensors[3], retain_graph=True))
     query, key, value, out, lse, grad_out, *_ = arguments
     scale, wanted = query.size(3) ** -0.5, (True, True, True, False)
@@ -327,14 +396,16 @@ def differences(launchers: dict[str, Callable[[], None]], grads: tuple[torch.Ten
     return found
 
 
-def time_problem(
-    head_dim: int, is_causal: bool, seqlen: int, right: list[Candidate], meter: Meter, peers: list[str]
-) -> dict[str, Any]:
+def time_problem(problem: Problem, right: list[Candidate], meter: Meter, peers: list[str]) -> dict[str, Any]:
     """Rates in TFLOP/s by contender and candidate."""
-    heads, batch = max(1, WIDTH // head_dim), max(1, TOKENS // seqlen)
-    tensors = make(batch, heads, heads, seqlen, seqlen, head_dim)
+    head_dim, seqlen, is_causal, group = problem
+    batch, heads, kv_heads = problem.shape
+    tensors = make(batch, heads, kv_heads, seqlen, seqlen, head_dim)
     arguments = with_forward(tensors, is_causal)
-    launchers = {candidate.name: launcher(candidate, arguments) for candidate in right}
+    launchers = {}
+    for candidate in right:
+        with contextlib.suppress(KernelUnavailable):  # sequences too long for it
+            launchers[candidate.name] = launcher(candidate, arguments)
     differ = differences(launchers, arguments[6:])
     runs = contenders(tensors, arguments, is_causal, peers)
     for run in runs.values():
@@ -346,9 +417,11 @@ def time_problem(
     best = max(launchers, key=lambda name: rates[name])
     entries = next(candidate.specialisation.entries for candidate in right if candidate.name == best)
     parts = kernel_times(launchers[best], entries)
-    row = {"problem": f"D={head_dim} S={seqlen} {'causal' if is_causal else 'full'}", "tflops": rates, "best": best}
+    row = {"problem": problem.name, "tflops": rates, "best": best}
     named = [
-        Candidate(head_dim, is_causal, mode, tiles.choose_backward(head_dim, head_dim, is_causal, seqlen, mode)).name
+        Candidate(
+            head_dim, is_causal, mode, tiles.choose_backward(head_dim, head_dim, is_causal, seqlen * group, mode)
+        ).name
         for mode in (False, True)
     ]
     row["named"] = named
@@ -363,6 +436,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--only", default="128,64", help="head dimensions")
     parser.add_argument("--lengths", default="2048,512,1024,4096,16384")
+    parser.add_argument("--problems", help=f'in the place of both, and of all masks: "closest" or as {CLOSEST}')
     parser.add_argument("--peers", default="cudnn", help="which are timed beside: cudnn, flash, triton")
     parser.add_argument("--modes", default="default,deterministic")
     parser.add_argument("--rounds", type=int, default=5)
@@ -371,16 +445,34 @@ def main() -> None:
     parser.add_argument("--check", help=argparse.SUPPRESS)
     options = parser.parse_args()
     began = time.monotonic()
-    head_dims = [int(text) for text in options.only.split(",")]
-    lengths = [int(text) for text in options.lengths.split(",")]
+    if options.problems:
+        text = CLOSEST if options.problems == "closest" else options.problems
+        problems = [Problem.parse(part) for part in text.split(",")]
+    else:
+        problems = [
+            Problem(int(head_dim), int(length), is_causal)
+            for length in options.lengths.split(",")
+            for head_dim in options.only.split(",")
+            for is_causal in (False, True)
+        ]
+    kinds = list(dict.fromkeys((problem.head_dim, problem.is_causal) for problem in problems))
     listed = [
         Candidate(head_dim, is_causal, deterministic, tile)
-        for head_dim in head_dims
+        for head_dim, is_causal in kinds
         for deterministic in (False, True)
         if ("deterministic" if deterministic else "default") in options.modes.split(",")
         for tile in candidates(head_dim, deterministic)
-        for is_causal in (False, True)
+        if is_causal or not (tile.direct or tile.skip_hidden)
     ]
+    # The same in another order.
+    listed += [
+        dataclasses.replace(candidate, heads_per_group=heads)
+        for candidate in listed
+        if candidate.is_causal and candidate.tile == tiles.choose_backward(128, 128, True, 1 << 20, False)
+        for heads in (2, 8)
+    ]
+    if options.problems:
+        listed = [c for c in listed if any(p.suits(c) and p.tries(c.tile) for p in problems)]
     if options.check:
         check_here([int(number) for number in options.check.split(",")], listed)
         return
@@ -392,7 +484,7 @@ def main() -> None:
             else:
                 usable.append(number)
     print(f"compiled {len(usable)} of {len(listed)} candidates in {time.monotonic() - began:.0f} s", flush=True)
-    compile_forwards(head_dims, lengths)
+    compile_forwards(problems)
     if options.compile_only:
         return
     results = Results(Path(options.out), "tune_cuda", environment("cuda"), vars(options))
@@ -408,20 +500,18 @@ def main() -> None:
 
     meter = Meter("cuda", options.rounds)
     not_measured = []
-    for seqlen in lengths:
-        for head_dim in head_dims:
-            for is_causal in (False, True):
-                those = [c for c in right if (c.head_dim, c.is_causal) == (head_dim, is_causal)]
-                if not those:
-                    continue
-                if time.monotonic() - began > options.budget:
-                    not_measured.append(f"D={head_dim} S={seqlen} causal={is_causal}")
-                    continue
-                row = time_problem(head_dim, is_causal, seqlen, those, meter, options.peers.split(","))
-                kernels = ", ".join(f"{us:.0f}" for us in row["best_kernels_us"].values())
-                print(f"{line_of(row)} | best's kernels {kernels} us", flush=True)
-                results.add(row)
-                torch.cuda.empty_cache()
+    for problem in problems:
+        those = [c for c in right if problem.suits(c) and (not options.problems or problem.tries(c.tile))]
+        if not those:
+            continue
+        if time.monotonic() - began > options.budget:
+            not_measured.append(problem.name)
+            continue
+        row = time_problem(problem, those, meter, options.peers.split(","))
+        kernels = ", ".join(f"{us:.0f}" for us in row["best_kernels_us"].values())
+        print(f"{line_of(row)} | best's kernels {kernels} us", flush=True)
+        results.add(row)
+        torch.cuda.empty_cache()
     if not_measured:
         print(f"not measured: {', '.join(not_measured)}", flush=True)
     results.finish(not_measured)

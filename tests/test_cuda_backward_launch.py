@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import heapq
 import math
 from types import SimpleNamespace
 
@@ -126,7 +128,8 @@ def test_parameters_of_the_launches(cuda, head_dim, seqlen_q, deterministic):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "persistent", "paired"), [(64, False, False), (128, True, False), (256, False, True)]
+    ("head_dim", "persistent", "paired"),
+    [(64, False, False), (128, True, False), (128, False, True), (256, False, True)],
 )
 def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, paired):
     chosen = tiles.choose_backward(head_dim, head_dim, True, 1400, False)
@@ -146,7 +149,7 @@ def test_one_kernel_that_does_all(cuda, monkeypatch, head_dim, persistent, paire
     assert params.heads_per_group == max(1, 10 // (k_tiles * cluster))
     # Statistics and sums are the workspace, the sums of four groups of heads, or of as many as leave room for the
     # statistics: no more than the sums of all.
-    assert params.slots == (4 * params.heads_per_group if paired else 15)
+    assert params.slots == (4 * params.heads_per_group if head_dim == 256 else 15)
     assert params.statistics == MEMORY
     assert params.sums == MEMORY + 4 * 32 * q_tiles * tile.block_m * 2
     assert cuda.workspace == (params.sums - MEMORY) // 4 + 2 * params.slots * q_tiles * tile.block_m * head_dim
@@ -180,6 +183,31 @@ def test_addresses_that_the_copy_engine_cannot_walk_are_refused_before_any_launc
     assert not cuda.launches
 
 
+@pytest.mark.parametrize(("head_dim", "persistent"), [(64, True), (128, True), (256, False)])
+def test_first_queries_without_sums(cuda, monkeypatch, head_dim, persistent):
+    """Statistics and sums begin at one address: those of a head's first queries leave room."""
+    chosen = tiles.choose_backward(head_dim, head_dim, True, 700, False)
+    tile = dataclasses.replace(chosen, persistent=persistent, direct=True)
+    monkeypatch.setattr(tiles, "choose_backward", lambda *_: tile)
+    run(tensors(head_dim=head_dim, seqlen_q=700))
+    assert len(cuda.launches) == 3 and cuda.compiled[-1].defines["DIRECT"]
+    params = params_of(cuda, 1)[1]
+    head_floats = params.q_tiles * tile.block_m * head_dim
+    assert (params.statistics, params.sums, cuda.workspace) == (MEMORY, MEMORY, 8 * head_floats)
+    # The longest queries whose statistics find room.
+    for seqlen_q, launches in ((head_dim // 2 * tile.block_n, 3), (head_dim // 2 * tile.block_n + 1, 0)):
+        cuda.launches.clear()
+        with contextlib.nullcontext() if launches else pytest.raises(KernelUnavailable, match="room"):
+            run(tensors(head_dim=head_dim, seqlen_q=seqlen_q))
+        assert len(cuda.launches) == launches
+        assert 2 * seqlen_q * 4 <= tile.block_n * head_dim * 4 or not launches
+    # Without the query's gradient there is another kernel.
+    listed = tensors(head_dim=head_dim, seqlen_q=700)
+    listed[6] = None
+    run(listed)
+    assert not cuda.compiled[-1].defines["DIRECT"]
+
+
 def test_few_heads_have_three_kernels(cuda, monkeypatch):
     """Where the fused kernel's statistics would come on top of sums for all heads."""
     tile = dataclasses.replace(tiles.choose_backward(128, 128, False, 4096, False), fused=True)
@@ -194,11 +222,13 @@ def test_few_heads_have_three_kernels(cuda, monkeypatch):
 def test_the_table_of_dense_calls():
     def flags(head_dim, is_causal, rows, deterministic=False, head_dim_v=None):
         tile = tiles.choose_backward(head_dim, head_dim_v or head_dim, is_causal, rows, deterministic)
-        return {name for name in ("persistent", "fused", "unstaged", "paired") if getattr(tile, name)}
+        names = ("persistent", "fused", "unstaged", "paired", "direct", "skip_hidden")
+        return {name for name in names if getattr(tile, name)}
 
     assert flags(256, False, 1024) == flags(256, True, 4096) == {"fused", "paired"}
-    assert flags(256, False, 1023) == flags(256, True, 4095) == flags(240, False, 1 << 20) == set()
-    assert flags(128, True, 8191) == {"persistent"} and flags(128, True, 8192) == {"unstaged"}
+    assert flags(256, False, 1023) == flags(240, False, 1 << 20) == set() and flags(256, True, 4095) == {"direct"}
+    assert flags(128, True, 8191) == {"persistent", "direct", "skip_hidden"}
+    assert flags(128, True, 8192) == {"unstaged"}
     assert flags(128, False, 4096) == {"fused"} and flags(128, False, 4095) == set()
     assert flags(64, True, 2048) == flags(64, False, 3072) == flags(64, False, 8191) == {"persistent", "fused"}
     assert flags(64, True, 2049) == flags(64, True, 8191) == flags(64, False, 1536) == {"persistent"}
@@ -239,6 +269,25 @@ def test_causal_blocks_that_wait_for_one_another_are_of_many_heads(cuda, is_caus
     """The gradients of a head of this length fill L2 for themselves."""
     run(tensors(heads=4, kv_heads=4, seqlen_q=1 << 17, seqlen_k=1 << 17), is_causal, deterministic=deterministic)
     assert params_of(cuda, 1)[1].heads_per_group == heads
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("seqlen", [512, 1024, 2048, 8192, 16384])
+def test_causal_lists_leave_little_idle_at_their_end(seqlen, group):
+    """132 multiprocessors take the tiles of keys in the list's order, each a block whose time is that of its steps."""
+    k_tiles = seqlen // 128
+    for key_heads in range(math.ceil(4 * 132 / k_tiles), 80):
+        head_bytes = seqlen * group * 1024
+        heads_per_group = backward._heads_per_group(key_heads, head_bytes, k_tiles, True, False, False, 132)
+        assert 0 < heads_per_group <= key_heads
+        free = [0] * 132
+        for first in range(0, key_heads, heads_per_group):
+            heads = min(heads_per_group, key_heads - first)
+            for k_tile in range(k_tiles):
+                for _ in range(heads):
+                    heapq.heapreplace(free, free[0] + 2 * (k_tiles - k_tile) * group)
+        used = sum(free) / 132 / max(free)
+        assert used > 0.9, (key_heads, heads_per_group, used)
 
 
 def test_no_gradient_of_the_query_no_last_kernel(cuda):

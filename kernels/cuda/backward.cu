@@ -35,7 +35,10 @@
 // last.
 //
 // FUSED: the first and the last kernel are items of the main one's list (backward_items.cuh).
-// UNSTAGED: consumers add their shares of grad_query from registers, without staging buffers.
+// PAIRED: a cluster of two blocks has two tiles of keys that follow each other, and loads queries and grad_out once for
+// both: each loads half of the columns. Both visit the same query tiles; in a causal call, the second block sees
+// nothing of the last ones. UNSTAGED: consumers add their shares of grad_query from registers, without staging buffers.
+// DIRECT: they write those of the first queries, which see the first keys alone, to their place (backward.cuh).
 // HASHED_APART: warps beside the loading one work out the words of DROPOUT (backward_dropout.cuh).
 // ISSUED_WHOLE: arithmetic that is to run beside a product begins once all of its instructions have been issued.
 //
@@ -46,8 +49,8 @@
 //
 // Defined by the host (backward.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), BLOCK_M, STEP_M (queries of a part of a
 // tile), BLOCK_N, Q_STAGES, DO_STAGES, DS_STAGES (2), KEYS_IN_REGISTERS, TURNS, DELTA_FIRST, PERSISTENT, FUSED,
-// UNSTAGED, HASHED_APART, ISSUED_WHOLE, IS_CAUSAL, MASKED, FLOAT_MASK, MASK_PER_KEY, MASK_ROWS, MASK_STAGES, DROPOUT,
-// IS_BF16, DETERMINISTIC.
+// UNSTAGED, DIRECT, HASHED_APART, ISSUED_WHOLE, IS_CAUSAL, MASKED, FLOAT_MASK, MASK_PER_KEY, MASK_ROWS, MASK_STAGES,
+// DROPOUT, IS_BF16, DETERMINISTIC.
 #include "backward.cuh"
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -59,6 +62,7 @@ constexpr int PRODUCER_REGISTERS = MORE_FOR_PRODUCERS ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = MORE_FOR_PRODUCERS ? 232 : 240;
 static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
 static_assert(!PACKED || (!PERSISTENT && !IN_ORDER));
+static_assert(!PAIRED || (!PERSISTENT && !IN_ORDER && BOXES == 2 && HEAD_DIM_V > BOX_COLUMNS));
 static_assert(CONSUMERS == 2, "registers, and who takes turns");
 static_assert(DS_STAGES == 2, "one is read while the other is written");
 
@@ -84,6 +88,10 @@ constexpr int ALL_VALUES_BYTES = MASK_STAGES * VALUES_BYTES, VALUES_STAGES = MAS
 #else
 constexpr int ALL_VALUES_BYTES = 0, VALUES_STAGES = 0;
 #endif
+
+// A block visits the tile on the diagonal last, whose 64 queries see none of its second 64 keys.
+constexpr bool LAST_HIDDEN = SKIP_HIDDEN && IS_CAUSAL && BLOCK_M == 64;
+static_assert(!SKIP_HIDDEN || (!MASKED && !DROPOUT && !PACKED));
 
 static_assert(Q_STAGES <= 4, "four words say of each stage what it holds");
 
@@ -180,13 +188,13 @@ __device__ __forceinline__ void for_each_item(int number, const BackwardParams& 
 // block to see the end leaves the counters as it found them.
 template <class Visit>
 __device__ __forceinline__ void give_work(const BackwardParams& params, const Shared& shared, const Visit& visit) {
-  const int heads = params.batch * params.num_kv_heads;
-  const int items = heads * (params.k_tiles + (FUSED ? 2 * params.chunks : 0));
 #pragma unroll 1
   for (uint32_t given = 0;; ++given) {
     const auto place = Ring<2>::at(given);
     const int number = atomicAdd(params.counters, 1);
-    const bool none = number >= items;
+    // Counted anew each time, for want of a register.
+    const int heads = opaque(params.batch) * params.num_kv_heads;
+    const bool none = number >= heads * (params.k_tiles + (FUSED ? 2 * params.chunks : 0));
     Item item{};
     if (!none) item = item_at(number, params);
     barrier_wait(shared.work_empty(place.stage), place.phase ^ 1);
@@ -218,8 +226,8 @@ __device__ __forceinline__ void load_queries(const TensorMap& query_map, const T
 #endif
     load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage), tile * BLOCK_M,
                                  head, work.batch);
-    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (STATISTICS * BLOCK_M),
-                                 shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
+    load_bytes<STATISTICS_BYTES>(statistics_of(number, tile, params), shared.statistics + q.stage * STATISTICS_BYTES,
+                                 shared.q_full(q.stage));
     const auto d = Ring<DO_STAGES>::at(loaded);
     barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
     load_rows<BLOCK_M, HEAD_DIM_V>(grad_out_map, shared.grad_out + d.stage * DO_BYTES, shared.do_full(d.stage),
@@ -281,7 +289,8 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
   const auto semaphore = [&](int number) { return params.semaphores + (int64_t)number * CONSUMERS + warpgroup; };
   int before = -1;
   if (UNSTAGED) return;  // the consumers do it
-  for_each_tile(work, params, [&](int, int, int number, [[maybe_unused]] int entry) {
+  for_each_tile(work, params, [&](int, int tile, int number, [[maybe_unused]] int entry) {
+    if (DIRECT && tile < DIRECT_TILES) return;  // the consumers do it
     if (DETERMINISTIC) {
 #if MASKED
       const int earlier = entry_rank(entry);
@@ -308,11 +317,12 @@ __device__ __forceinline__ void store_pieces(const Work& work, const BackwardPar
   }
 }
 
-// piece[64, PIECE_COLUMNS] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, PIECE_COLUMNS]
+// piece[64, PIECE_COLUMNS] = grad_scores[64 queries, KEYS] key[KEYS, PIECE_COLUMNS], the first KEYS of the tile
+template <int KEYS>
 __device__ __forceinline__ void grad_query_product(float (&piece)[PIECE_COLUMNS / 2], uint32_t grad_scores,
                                                    uint32_t key) {
 #pragma unroll
-  for (int k = 0; k < BLOCK_N / 16; ++k)
+  for (int k = 0; k < KEYS / 16; ++k)
     Wgmma<PIECE_COLUMNS>::ss_columns(piece, moved(grad_scores, column_group<BLOCK_M>(k)),
                                      moved(key, k * 16 * BOX_ROW_BYTES), k > 0);
 }
@@ -379,11 +389,12 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       grads[i + 1] = negative.y;
     }
   };
-  // This warpgroup's share of grad_query, from the dS in `stage`.
-  const auto issue_grad_query = [&](float (&columns)[PIECE_COLUMNS / 2], int stage) {
+  // This warpgroup's share of grad_query, from the dS in `stage`; `last`: of the last query tile.
+  const auto issue_grad_query = [&](float (&columns)[PIECE_COLUMNS / 2], int stage, auto last) {
+    constexpr int KEYS = decltype(last)::value && LAST_HIDDEN ? BLOCK_N / 2 : BLOCK_N;
     wgmma_fence();
-    grad_query_product(columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0),
-                       key_columns);
+    grad_query_product<KEYS>(
+        columns, descriptor(shared.grad_scores + stage * DS_BYTES + piece.first_row * BOX_ROW_BYTES, 0), key_columns);
     wgmma_commit();
   };
   // Hands a share of grad_query to the storing warp.
@@ -398,8 +409,27 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     __syncwarp();
     release(shared.staged(warpgroup));
   };
+  // DIRECT: the query head of the tile before.
+  [[maybe_unused]] int head_before = work.kv_head * (params.num_heads / params.num_kv_heads);
   // Brings a share of grad_query of the tile before to its sums; the tile after that one begins at `first_row`.
   const auto send_columns = [&](const float (&columns)[PIECE_COLUMNS / 2], int first_row) {
+#if DIRECT
+    // A query head's first tile is followed by the next one's last.
+    const bool ends_head = first_row == last_row;
+    const int row_before = ends_head ? end_row : first_row + BLOCK_M;
+    if (row_before < DIRECT_TILES * BLOCK_M) {
+      static_assert(PIECE_COLUMNS <= 64);
+      FinishedPart part;
+#pragma unroll
+      for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
+        part.x[i] = make_float4(columns[4 * i], columns[4 * i + 1], columns[4 * i + 2], columns[4 * i + 3]);
+      const QueryTile tile{0, work.batch, head_before, 0, row_before, params.seqlen_q, true};
+      part.store(tile, piece, 0, threadIdx.x % 128, params);
+      head_before += ends_head;
+      return;
+    }
+    head_before += ends_head;
+#endif
     if (!UNSTAGED) return stage_columns(columns);
     float* sums = params.sums + (int64_t)number_before * (BLOCK_M * HEAD_DIM) + piece.offset + threadIdx.x % 128 * 4;
 #pragma unroll
@@ -559,14 +589,14 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     float columns[PIECE_COLUMNS / 2];
     if (BEFORE) {
       barrier_wait(shared.ds_full(source.stage), source.phase);
-      issue_grad_query(columns, source.stage);
+      issue_grad_query(columns, source.stage, Flag<false>());
       wgmma_wait<1>();  // the sums of keys and values
     } else {
       wgmma_wait<0>();
     }
     s.advance();
-    release(shared.do_empty(d.stage));
-    release(shared.q_empty(q.stage));
+    release_stage(shared.do_empty(d.stage));
+    release_stage(shared.q_empty(q.stage));
     d.advance();
     q.advance();
     if constexpr (MORE) {
@@ -586,6 +616,30 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       release(shared.ds_empty(source.stage));
       send_columns(columns, first_row);
     }
+  };
+
+  // The last tile, for the second warpgroup where LAST_HIDDEN: it only keeps up with the other one.
+  const auto pass = [&](int first_row, auto before) {
+    constexpr bool BEFORE = decltype(before)::value;
+    barrier_wait(shared.do_full(d.stage), d.phase);
+    release(shared.ds_full(s.stage));
+    const Ring<DS_STAGES> source = s.previous();
+    float columns[PIECE_COLUMNS / 2];
+    if (BEFORE) {
+      barrier_wait(shared.ds_full(source.stage), source.phase);
+      issue_grad_query(columns, source.stage, Flag<false>());
+    }
+    s.advance();
+    release_stage(shared.do_empty(d.stage));
+    release_stage(shared.q_empty(q.stage));
+    d.advance();
+    q.advance();
+    if (BEFORE) {
+      wgmma_wait<0>();
+      release(shared.ds_empty(source.stage));
+      send_columns(columns, first_row);
+    }
+    if (TURNS) named_sync(FIRST_TURN + warpgroup, 128 * CONSUMERS);
   };
 
   int left = count_tiles(work, params);
@@ -611,18 +665,24 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       first_row = first_row == end_row ? last_row : first_row - BLOCK_M;
     };
     if (left == 1) {
-      step(first_row, Flag<false>(), Flag<false>());
+      if (LAST_HIDDEN && warpgroup == 1)
+        pass(first_row, Flag<false>());
+      else
+        step(first_row, Flag<false>(), Flag<false>());
     } else {
       step(first_row, Flag<false>(), Flag<true>());
       advance();
 #pragma unroll 1
       for (; left > 1; advance()) step(first_row, Flag<true>(), Flag<true>());
-      step(first_row, Flag<true>(), Flag<false>());
+      if (LAST_HIDDEN && warpgroup == 1)
+        pass(first_row, Flag<true>());
+      else
+        step(first_row, Flag<true>(), Flag<false>());
     }
     const Ring<DS_STAGES> source = s.previous();
     float columns[PIECE_COLUMNS / 2];
     barrier_wait(shared.ds_full(source.stage), source.phase);
-    issue_grad_query(columns, source.stage);
+    issue_grad_query(columns, source.stage, Flag<true>());
     wgmma_wait<0>();
     release(shared.ds_empty(source.stage));
     if (PERSISTENT) release(shared.kv_empty());
@@ -676,7 +736,12 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
+#if PAIRED
+#define CLUSTER_OF_BLOCKS __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTER_OF_BLOCKS
+#endif
+extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash_backward(
     const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
     const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap grad_out_map,
     const __grid_constant__ TensorMap grad_key_map, const __grid_constant__ TensorMap grad_value_map,
@@ -699,11 +764,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.
     for (int stage = 0; stage < Q_STAGES; ++stage) {
       barrier_init(shared.q_full(stage), 2 + MASKED + HASHED_APART);
-      barrier_init(shared.q_empty(stage), 4 * CONSUMERS);
+      barrier_init(shared.q_empty(stage), 4 * CONSUMERS * BLOCKS_OF_CLUSTER);
     }
     for (int stage = 0; stage < DO_STAGES; ++stage) {
       barrier_init(shared.do_full(stage), 1);
-      barrier_init(shared.do_empty(stage), 4 * CONSUMERS);
+      barrier_init(shared.do_empty(stage), 4 * CONSUMERS * BLOCKS_OF_CLUSTER);
     }
     for (int warpgroup = 0; warpgroup < CONSUMERS; ++warpgroup) {
       barrier_init(shared.staged(warpgroup), 4);
@@ -729,13 +794,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     }
     barrier_init_fence();
   }
-  __syncthreads();
+  if (PAIRED)
+    cluster_sync();
+  else
+    __syncthreads();
   const int number = PERSISTENT ? 0 : block_number(shared.ticket, params);
   if (FUSED && !PERSISTENT) {
     const Item item = item_at(number, params);
-    if (item.kind != COMPUTE)
-      return do_item<CONSUMERS + 1>(item, uniform(threadIdx.x / 128), threadIdx.x == 0, params,
-                                    [] { __syncthreads(); });
+    if (item.kind != COMPUTE) {
+      const int warpgroup = uniform(threadIdx.x / 128) + rank_in_pair() * (CONSUMERS + 1);
+      do_item<BLOCKS_OF_CLUSTER*(CONSUMERS + 1)>(item, warpgroup, threadIdx.x == 0, params, [] { __syncthreads(); });
+      if (PAIRED) cluster_sync();  // the other block has read the ticket
+      return;
+    }
   }
   // The list of packed sequences has room for other lengths.
   if (PACKED && work_of(item_at(number, params), params).keys(params) == 0) return;
@@ -786,4 +857,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
                              [] { named_sync(ALL_CONSUMERS, 128 * CONSUMERS); });
         });
   }
+  // Nobody leaves while the other block may still arrive on barriers here.
+  if (PAIRED) cluster_sync();
 }

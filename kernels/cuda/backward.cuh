@@ -24,7 +24,7 @@ struct BackwardParams {
   const void* grad_out;    // the same shape
   const float* logsumexp;  // [batch, num_heads, logsumexp_pitch], natural logarithm
   void* grad_query;        // [batch, num_heads, seqlen_q, head_dim], last stride 1
-  float* statistics;       // [batch * num_heads * q_tiles, STATISTICS, BLOCK_M]
+  float* statistics;       // [batch * num_heads * q_tiles, STATISTICS, BLOCK_M], but see `statistics_of`
   float* sums;             // [slots, query tiles of a key head, BLOCK_M * HEAD_DIM], in the order of `Piece`
   int* semaphores;         // IN_ORDER: [batch * num_heads * q_tiles, CONSUMERS], who has added so far
   int* counters;           // IN_ORDER, PERSISTENT or FUSED: items begun, blocks done; all zero between launches
@@ -58,6 +58,10 @@ constexpr bool IN_ORDER = DETERMINISTIC;
 static_assert(!FUSED || (!IN_ORDER && !MASKED && !DROPOUT && !PACKED));
 static_assert(!PAIRED || (!MASKED && !DROPOUT && !PACKED));
 constexpr int PREPARE_THREADS = 256;
+// DIRECT: of a causal call, the first query tiles of a head see the first tile of keys alone. Its block writes their
+// gradients itself: they have no sums, which nobody has to clear, add to and finish.
+constexpr int DIRECT_TILES = DIRECT ? BLOCK_N / BLOCK_M : 0;
+static_assert(!DIRECT || (IS_CAUSAL && !IN_ORDER && !FUSED && !MASKED && !DROPOUT && !PACKED));
 
 // A consumer does a query tile in parts, which bounds its registers.
 constexpr int PARTS = BLOCK_M / STEP_M;
@@ -194,6 +198,13 @@ __device__ __forceinline__ QueryTile query_tile_at(int block, const BackwardPara
   return tile;
 }
 
+// The statistics of a query tile, `tile` of its head and `number` in the workspace. DIRECT: those of a head lie where
+// the sums of its first tiles would, since the query's gradient, where the host would put them, is written meanwhile.
+__device__ __forceinline__ float* statistics_of(int64_t number, int tile, const BackwardParams& params) {
+  if (DIRECT) return params.statistics + (number - tile) * (BLOCK_M * HEAD_DIM) + tile * (STATISTICS * BLOCK_M);
+  return params.statistics + number * (STATISTICS * BLOCK_M);
+}
+
 // Causal: the first keys, which most queries see, come first, of a group of heads whose queries stay in L2 together.
 // Masked: the same, since masks of models are causal more often than not.
 // Deterministic: the same, since blocks of one head wait for one another: so those that begin together are of many.
@@ -242,7 +253,9 @@ __device__ __forceinline__ void for_each_tile(const Work& work, const BackwardPa
   const int group = params.num_heads / params.num_kv_heads;
 #pragma unroll 1
   for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
-    const int first = (work.batch * params.num_heads + head) * params.q_tiles + work.first_tile();
+    // Once for each head, where the loading thread has no register for it.
+    const int heads = PAIRED ? opaque(params.num_heads) : params.num_heads;
+    const int first = (work.batch * heads + head) * params.q_tiles + work.first_tile();
 #if MASKED
     const int* list = query_list(work, head, params) + 1;
 #pragma unroll 1
@@ -303,6 +316,31 @@ __device__ __forceinline__ float2 read_pair(uint32_t address) {
 #include "backward_bias.cuh"
 #endif
 
+// PAIRED: the blocks of a cluster load halves of a query or grad_out tile for both, once both have emptied the stage.
+// Loads BOXES boxes of a query or grad_out tile, from `first_column` on; PAIRED: this block's half of them.
+template <int BOXES>
+__device__ __forceinline__ void load_stage(const TensorMap& map, uint32_t destination, uint32_t barrier, int row,
+                                           int head, int batch, int first_column) {
+  if constexpr (PAIRED) {
+    constexpr int BYTES = BLOCK_M * BOX_ROW_BYTES;
+    barrier_arrive_expect(barrier, BOXES * BYTES);  // from both
+#pragma unroll
+    for (int i = 0; i < BOXES / 2; ++i) {
+      const int box = rank_in_pair() * (BOXES / 2) + i;
+      load_box_for_both(map, destination + box * BYTES, barrier, first_column + box * BOX_COLUMNS, row, head, batch);
+    }
+  } else {
+    load_rows<BLOCK_M, BOXES * BOX_COLUMNS>(map, destination, barrier, row, head, batch, first_column);
+  }
+}
+// Of such a stage, by a warp that has read it.
+__device__ __forceinline__ void release_stage(uint32_t barrier) {
+  if (threadIdx.x % 32 == 0) {
+    barrier_arrive(barrier);
+    if (PAIRED) barrier_arrive_remote(map_to_rank(barrier, rank_in_pair() ^ 1));
+  }
+}
+
 // The loading warp. Shared: where the kernel keeps its tiles and barriers.
 template <class Shared>
 __device__ __forceinline__ void produce(const TensorMap& query_map, const TensorMap& key_map,
@@ -324,18 +362,19 @@ __device__ __forceinline__ void produce(const TensorMap& query_map, const Tensor
 #if DROPOUT
     load_random(work, head, q.stage, params, shared);
 #endif
-    load_rows<BLOCK_M, HEAD_DIM>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
-                                 work.query_row() + tile * BLOCK_M, head, work.batch);
-    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (STATISTICS * BLOCK_M),
-                                 shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
+    load_stage<BOXES>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
+                      work.query_row() + tile * BLOCK_M, head, work.batch, 0);
+    load_bytes<STATISTICS_BYTES>(statistics_of(number, tile, params), shared.statistics + q.stage * STATISTICS_BYTES,
+                                 shared.q_full(q.stage));
     q.advance();
     if (first)
       load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value, shared.v_full(), work.key_row() + work.k_tile * BLOCK_N,
                                      work.kv_head, work.batch);
     first = false;
     barrier_wait(shared.do_empty(d.stage), d.phase ^ 1);
-    load_rows<BLOCK_M, HEAD_DIM_V>(grad_out_map, shared.grad_out + d.stage * DO_BYTES, shared.do_full(d.stage),
-                                   work.query_row() + tile * BLOCK_M, head, work.batch);
+    load_stage<ceil_div(HEAD_DIM_V, BOX_COLUMNS)>(grad_out_map, shared.grad_out + d.stage * DO_BYTES,
+                                                  shared.do_full(d.stage), work.query_row() + tile * BLOCK_M, head,
+                                                  work.batch, 0);
     d.advance();
   });
 }
@@ -503,7 +542,7 @@ __device__ __forceinline__ void prepare_tile(const QueryTile& tile, int sums_shi
                                              origin * params.grad_out_stride_row);
   const float* logsumexp =
       params.logsumexp + ((int64_t)batch * params.num_heads + head) * params.logsumexp_pitch + origin;
-  float* statistics = params.statistics + number * (STATISTICS * BLOCK_M);
+  float* statistics = statistics_of(number, first_row / BLOCK_M, params);
   const int lane = thread % 8;
   // Of this thread. Some rows at a time are loaded before any is summed up, as many as there are registers for.
   constexpr int ROWS = BLOCK_M / (THREADS / 8), COLUMNS = ceil_div(HEAD_DIM_V, 64);
@@ -564,6 +603,7 @@ __device__ __forceinline__ void prepare_tile(const QueryTile& tile, int sums_shi
       }
     }
   }
+  if (DIRECT && first_row < DIRECT_TILES * BLOCK_M) return;
   float4* sums = (float4*)(params.sums + (number - sums_shift) * (BLOCK_M * HEAD_DIM));
 #pragma unroll
   for (int i = 0; i < BLOCK_M * HEAD_DIM / 4 / THREADS; ++i)
@@ -593,10 +633,12 @@ struct FinishedPart {
       else if (first_group(part) + i < piece.groups)
         x[i] = load_four(sums + i * 128 * 4);
   }
-  // Scaled and rounded, into grad_query.
   __device__ __forceinline__ void store(int part, int thread, const BackwardParams& params) const {
-    const QueryTile tile = query_tile_at(part / PARTS_OF_TILE, params);
-    const Piece piece = piece_of(part);
+    store(query_tile_at(part / PARTS_OF_TILE, params), piece_of(part), first_group(part), thread, params);
+  }
+  // Scaled and rounded, into grad_query.
+  __device__ __forceinline__ void store(const QueryTile& tile, const Piece& piece, int first_group, int thread,
+                                        const BackwardParams& params) const {
     const int lane = thread % 32;
     const int first_row = tile.first_row + piece.first_row + thread / 32 * 16 + lane / 4;
     uint8_t* grad_query = (uint8_t*)params.grad_query +
@@ -611,7 +653,7 @@ struct FinishedPart {
         words[1][i] = pack(x[four + i].z * params.softmax_scale, x[four + i].w * params.softmax_scale);
       }
       // Now lane i of a quad gets all 8 columns of group i.
-      const int group = first_group(part) + four + lane % 4, column = piece.first_column + 8 * group;
+      const int group = first_group + four + lane % 4, column = piece.first_column + 8 * group;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         quad_transpose(words[half], lane);
@@ -642,18 +684,24 @@ __device__ __forceinline__ void finish_parts(int first, int end, int step, int s
 #include "backward_fused.cuh"
 
 #if !FUSED
-// One block for each query tile of each head.
+// One block for each query tile of each head. The last heads come first, both times: L2 still holds what was written
+// last, and the main kernel begins with the first heads and ends with the last ones.
+__device__ __forceinline__ int tile_from_the_end() {
+  return gridDim.x - 1 - blockIdx.x;
+}
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_prepare(
     const __grid_constant__ BackwardParams params) {
-  const QueryTile tile = query_tile_at(blockIdx.x, params);
+  const QueryTile tile = query_tile_at(tile_from_the_end(), params);
   if (PACKED && (tile.seqlen_q == 0 || !tile.sees_keys)) return;
   prepare_tile<PREPARE_THREADS>(tile, 0, threadIdx.x, params);
   if (IN_ORDER && threadIdx.x < CONSUMERS) params.semaphores[tile.number * CONSUMERS + threadIdx.x] = 0;
 }
 extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
     const __grid_constant__ BackwardParams params) {
-  if (PACKED && query_tile_at(blockIdx.x, params).seqlen_q == 0) return;
-  const int first = blockIdx.x * PARTS_OF_TILE;
+  const int tile = tile_from_the_end();
+  if (PACKED && query_tile_at(tile, params).seqlen_q == 0) return;
+  if (DIRECT && query_tile_at(tile, params).first_row < DIRECT_TILES * BLOCK_M) return;
+  const int first = tile * PARTS_OF_TILE;
   finish_parts<1>(first + threadIdx.x / 128, first + PARTS_OF_TILE, CONSUMERS, 0, params);
 }
 #endif

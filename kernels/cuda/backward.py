@@ -165,6 +165,8 @@ class Specialisation(NamedTuple):
             "PAIRED": int(tile.paired),
             "HASHED_APART": int(tile.hashed_apart),
             "ISSUED_WHOLE": int(tile.issued_whole),
+            "DIRECT": int(tile.direct),
+            "SKIP_HIDDEN": int(tile.skip_hidden),
             "IS_CAUSAL": int(self.is_causal),
             "MASKED": int(self.is_masked),
             "FLOAT_MASK": int(self.is_float_mask),
@@ -195,7 +197,7 @@ class Specialisation(NamedTuple):
             queries += tile.q_stages * tile.block_n * 4 if tile.hashed_apart else 0
         grads = tile.block_m * tile.ds_stages * tile.block_n * 2
         # P on its way to the other warpgroup, or the query's gradient on its way to global memory; both are float32.
-        if tile.paired:  # halves of grad_out, and the other block's keys and dS
+        if tile.paired and self.is_wide:  # halves of grad_out, and the other block's keys and dS
             queries = tile.block_m * (tile.q_stages * (padded * 2 + 8) + 3 * padded_v)
             keys += tile.block_n * padded
             grads *= 2
@@ -310,6 +312,26 @@ def specialise_dense(
     if spec.tile.fused and not (few_chunks and _saves_sums(spec, batch * kv_heads, seqlen_k, num_sms)):
         return specialise(*sizes, can_fuse=False)
     return spec
+
+
+def _heads_per_group(
+    key_heads: int, head_bytes: int, blocks: int, is_causal: bool, is_masked: bool, deterministic: bool, num_sms: int
+) -> int:
+    """How many key heads, of `key_heads` counted over the batch, take turns in the list of tiles of keys.
+
+    head_bytes: of the queries of one, with all that is read and added beside them; blocks: that one has. As many as L2
+    holds, but enough for a wave of blocks, or two where the first blocks of a head have more to do than its last ones,
+    which then fill up what the others leave. The last group must be so large above all, so up to twice as many where
+    that leaves fewer out of it.
+    """
+    wave = round(2 * num_sms / blocks) if is_causal or is_masked else math.ceil(num_sms / blocks)
+    most = max(_L2_BYTES // head_bytes, wave, 1)
+    if deterministic and is_causal:
+        # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
+        most = max(most, math.ceil(num_sms / 3))
+    if key_heads <= most:
+        return key_heads
+    return min(range(most, min(2 * most, key_heads) + 1), key=lambda size: -key_heads % size / size)
 
 
 def _heads_in_work(spec: Specialisation, key_heads: int, seqlen_k: int, num_sms: int) -> int:
@@ -472,6 +494,8 @@ class Plan:
         cluster = spec.blocks_of_cluster
         q_tiles, k_tiles = math.ceil(seqlen_q / tile.block_m), math.ceil(seqlen_k / (tile.block_n * cluster))
         all_q_tiles, blocks = q_tiles * batch * heads, k_tiles * batch * kv_heads
+        if tile.direct and q_tiles > tile.block_n // tile.block_m * spec.head_dim // 2:
+            raise KernelUnavailable(f"the first queries have no room for the statistics of {seqlen_q}")
         chunk_tiles = max(1, _CHUNK_ROWS // tile.block_m)
         chunks = math.ceil(q_tiles * (heads // kv_heads) / chunk_tiles)
         if tile.fused:
@@ -481,9 +505,12 @@ class Plan:
             raise KernelUnavailable(f"{max(all_q_tiles, blocks)} tiles are more than 32 bits count")
         # One allocation: statistics, sums, semaphores, each at a multiple of 16 bytes. The query's gradient, which the
         # last kernel writes when nobody needs the statistics any more, holds them where it is large enough.
-        statistics = all_q_tiles * (2 + has_dropout + 2 * is_float_mask) * tile.block_m
+        # `direct` writes that gradient meanwhile; there, the first queries leave room among the sums.
+        statistics = 0 if tile.direct else all_q_tiles * (2 + has_dropout + 2 * is_float_mask) * tile.block_m
         self._statistics_in_gradient = (
-            grad_query is not None and not tile.fused and 4 * statistics <= _dense_bytes(grad_query)
+            grad_query is not None
+            and not (tile.fused or tile.direct)
+            and 4 * statistics <= _dense_bytes(grad_query)
         )
         try:
             binary = spec.compile()
@@ -518,19 +545,16 @@ class Plan:
                 for dim, what in enumerate(("batch", "head", "row")):
                     strides[f"{name}_stride_{what}"] = tensor.stride(dim)
         head_bytes = query_rows * (head_dim * 6 + head_dim_v * 2)
-        # Enough for a wave of blocks, however large.
-        heads_per_group = max(_L2_BYTES // head_bytes, math.ceil(num_sms / (k_tiles * cluster)))
-        if deterministic and is_causal:
-            # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
-            heads_per_group = max(heads_per_group, math.ceil(num_sms / 3))
-        heads_per_group = min(heads_per_group, batch * kv_heads)
+        heads_per_group = _heads_per_group(
+            batch * kv_heads, head_bytes, k_tiles * cluster, is_causal, is_masked, deterministic, num_sms
+        )
         slots = batch * kv_heads
         if tile.fused:
             heads_per_group = _heads_in_work(spec, batch * kv_heads, seqlen_k, num_sms)
             most = _most_slots(spec, batch * kv_heads)
             if most >= 3 * heads_per_group:  # with fewer, heads would wait for themselves
                 slots = most
-            if tile.paired:  # four groups: one prepares, one computes, one finishes, one has finished
+            if tile.paired and spec.is_wide:  # four groups: one prepares, one computes, one finishes, one has finished
                 slots = min(slots, 4 * heads_per_group)
         sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 32)
         semaphores_at = sums_at + slots * heads // kv_heads * q_tiles * tile.block_m * spec.head_dim

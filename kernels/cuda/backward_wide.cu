@@ -19,6 +19,8 @@
 // They run in step: dS of a tile is overwritten once both blocks have used it, of which the arrivals on `ds_empty`
 // tell. Each loads half of the query and grad_out tiles for both, once both have emptied the stage.
 //
+// DIRECT: as there.
+//
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of 64 rows, P (float32), DS_STAGES of dS.
 // Registers: HEAD_DIM / 2 for a sum, 32 for S or dP, 16 for either rounded, of 208; 32 for a box of grad_query, of 72.
 //
@@ -80,29 +82,6 @@ __device__ __forceinline__ void release_together(uint32_t barrier) {
   __syncwarp();
   release(barrier);
 }
-// A stage of query or grad_out tiles.
-__device__ __forceinline__ void release_stage(uint32_t barrier) {
-  if (threadIdx.x % 32 == 0) {
-    barrier_arrive(barrier);
-    if (PAIRED) barrier_arrive_remote(map_to_rank(barrier, rank_in_pair() ^ 1));
-  }
-}
-// Loads BOXES boxes of a query or grad_out tile, from `first_column` on.
-template <int BOXES>
-__device__ __forceinline__ void load_stage(const TensorMap& map, uint32_t destination, uint32_t barrier, int row,
-                                           int head, int batch, int first_column) {
-  if constexpr (PAIRED) {
-    constexpr int BYTES = BLOCK_M * BOX_ROW_BYTES;
-    barrier_arrive_expect(barrier, BOXES * BYTES);  // from both
-#pragma unroll
-    for (int i = 0; i < BOXES / 2; ++i) {
-      const int box = rank_in_pair() * (BOXES / 2) + i;
-      load_box_for_both(map, destination + box * BYTES, barrier, first_column + box * BOX_COLUMNS, row, head, batch);
-    }
-  } else {
-    load_rows<BLOCK_M, BOXES * BOX_COLUMNS>(map, destination, barrier, row, head, batch, first_column);
-  }
-}
 // Where a thread puts its group of four probabilities, or finds that of its partner in the other warpgroup.
 __device__ __forceinline__ uint32_t handed_over(const Shared& shared, int group) {
   return shared.probabilities + group * 128 * 16 + threadIdx.x % 128 * 16;
@@ -125,8 +104,8 @@ __device__ __forceinline__ void load_tiles(const TensorMap& query_map, const Ten
     barrier_wait(shared.q_empty(q.stage), q.phase ^ 1);
     load_stage<ceil_div(HEAD_DIM, BOX_COLUMNS)>(query_map, shared.query + q.stage * Q_BYTES, shared.q_full(q.stage),
                                                 tile * BLOCK_M, head, work.batch, 0);
-    load_bytes<STATISTICS_BYTES>(params.statistics + (int64_t)number * (2 * BLOCK_M),
-                                 shared.statistics + q.stage * STATISTICS_BYTES, shared.q_full(q.stage));
+    load_bytes<STATISTICS_BYTES>(statistics_of(number, tile, params), shared.statistics + q.stage * STATISTICS_BYTES,
+                                 shared.q_full(q.stage));
     if (first)
       load_rows<BLOCK_N, HEAD_DIM_V>(value_map, shared.value, shared.v_full(), work.k_tile * BLOCK_N, work.kv_head,
                                      work.batch);
@@ -348,11 +327,9 @@ __device__ __forceinline__ void consume_gradients(const TensorMap& grad_key_map,
   }
 }
 
-// COLUMNS of a tile of grad_query from `first_column` on, added to its sums. Products are as wide as a box, whose
-// columns past HEAD_DIM are zeros.
-template <int COLUMNS>
-__device__ __forceinline__ void add_columns(float* sums, uint32_t grad_scores, uint32_t key, int first_column) {
-  float columns[BOX_COLUMNS / 2];
+// columns[64, a box] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, a box from `first_column` on]
+__device__ __forceinline__ void grad_query_product(float (&columns)[BOX_COLUMNS / 2], uint32_t grad_scores,
+                                                   uint32_t key, int first_column) {
   const uint32_t right = descriptor(key + first_column / BOX_COLUMNS * BLOCK_N * BOX_ROW_BYTES, 0);
   wgmma_fence();
 #pragma unroll
@@ -361,9 +338,29 @@ __device__ __forceinline__ void add_columns(float* sums, uint32_t grad_scores, u
                                    moved(right, k * 16 * BOX_ROW_BYTES), k > 0);
   wgmma_commit();
   wgmma_wait<0>();
+}
+
+// COLUMNS of a tile of grad_query from `first_column` on, added to its sums. Products are as wide as a box, whose
+// columns past HEAD_DIM are zeros.
+template <int COLUMNS>
+__device__ __forceinline__ void add_columns(float* sums, uint32_t grad_scores, uint32_t key, int first_column) {
+  float columns[BOX_COLUMNS / 2];
+  grad_query_product(columns, grad_scores, key, first_column);
   float* to = sums + (first_column / 8 * 128 + threadIdx.x % 128) * 4;
 #pragma unroll
   for (int group = 0; group < COLUMNS / 8; ++group) reduce_four(to + group * 128 * 4, columns + 4 * group);
+}
+
+// DIRECT: a box of a tile of grad_query from `first_column` on, written to its place.
+__device__ __forceinline__ void store_columns(const QueryTile& tile, uint32_t grad_scores, uint32_t key,
+                                              int first_column, const BackwardParams& params) {
+  float columns[BOX_COLUMNS / 2];
+  grad_query_product(columns, grad_scores, key, first_column);
+  FinishedPart part;
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    part.x[i] = make_float4(columns[4 * i], columns[4 * i + 1], columns[4 * i + 2], columns[4 * i + 3]);
+  part.store(tile, Piece(0), first_column / 8, threadIdx.x % 128, params);
 }
 
 // PAIRED: a box of this block's half of grad_query, from the keys of both blocks.
@@ -399,7 +396,7 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
     barrier_wait(shared.k_full(), 0);
     if (PAIRED) barrier_wait(shared.other_k_full(), 0);
   }
-  for_each_tile(work, params, [&](int, int, int number, int) {
+  for_each_tile(work, params, [&]([[maybe_unused]] int head, int tile, int number, int) {
     float* sums = params.sums + (int64_t)(number - work.sums_shift) * (BLOCK_M * HEAD_DIM);
     const uint32_t grad_scores = descriptor(shared.grad_scores + s.stage * DS_BYTES, 0);
     barrier_wait(shared.ds_full(s.stage), s.phase);
@@ -413,6 +410,11 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
 #pragma unroll
       for (int box = 0; box < HALF_BOXES; ++box) add_box_of_pair(sums, grad_scores, other, box, shared);
       if (threadIdx.x % 32 == 0) barrier_arrive_remote(map_to_rank(shared.ds_empty(s.stage), rank_in_pair() ^ 1));
+    } else if (DIRECT && tile < DIRECT_TILES) {
+      const QueryTile query_tile{0, work.batch, head, 0, tile * BLOCK_M, params.seqlen_q, true};
+#pragma unroll
+      for (int column = 0; column < HEAD_DIM; column += BOX_COLUMNS)
+        store_columns(query_tile, grad_scores, shared.key, column, params);
     } else {
 #pragma unroll
       for (int column = 0; column + BOX_COLUMNS <= HEAD_DIM; column += BOX_COLUMNS)

@@ -232,12 +232,16 @@ class BackwardTile:
     issued_whole: arithmetic that runs beside a product begins once all of it has been issued. hashed_apart: with
     dropout, warps beside the loading one work out what stays, in unstaged tiles.
 
+    skip_hidden: the second warpgroup passes a tile on the diagonal that sees none of its keys.
+
+    direct: the block of a causal call's first keys writes the gradients of the queries that see no others.
+
     fused: one kernel prepares, computes and finishes, part by part.
 
     mask_rows, mask_stages: queries of a tile of a float mask, and such tiles in flight.
 
-    Of the kernel for larger ones, with a head_dim above 192: paired: two blocks share the query's gradient of the keys
-    of both, and load query and grad_out tiles once for both; do_stages does not count.
+    paired: two blocks load query and grad_out tiles once for both. Of the kernel for larger ones, with a head_dim above
+    192, they share the query's gradient of the keys of both too, and do_stages does not count.
     """
 
     block_m: int
@@ -257,6 +261,8 @@ class BackwardTile:
     mask_stages: int = 3
     hashed_apart: bool = False
     issued_whole: bool = False
+    direct: bool = False
+    skip_hidden: bool = False
 
     @property
     def num_warpgroups(self) -> int:
@@ -282,8 +288,11 @@ def choose_backward(
         return usual
     if head_dim == 256 and query_rows >= (4096 if is_causal else 1024):
         return replace(usual, ds_stages=1, fused=True, paired=True)
+    if head_dim == 256:
+        return replace(usual, direct=is_causal)
     if head_dim == 128 and is_causal:
-        return replace(usual, persistent=query_rows < 8192, unstaged=query_rows >= 8192)
+        is_short = query_rows < 8192
+        return replace(usual, persistent=is_short, direct=is_short, skip_hidden=is_short, unstaged=not is_short)
     if head_dim == 128 and query_rows >= 4096:
         return replace(usual, fused=True)
     if head_dim == 64 and query_rows < 8192:

@@ -49,10 +49,11 @@ FORMS = {
     "persistent fused": {"persistent": True, "fused": True},
     "fused": {"persistent": False, "fused": True},
     "unstaged or paired": {"persistent": False, "fused": False, "unstaged": True, "paired": True},
+    "direct": {"persistent": True, "fused": False, "direct": True, "skip_hidden": True},
 }
 
 
-def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False):
+def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False, direct=False, skip_hidden=False):
     """All calls in the default mode run this form of the kernels, as far as there is one, however few their heads."""
     from torch_flashbackend.kernels.cuda import backward, tiles
 
@@ -70,7 +71,14 @@ def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False)
             return tile
         if paired and head_dim == head_dim_v == 256:
             return dataclasses.replace(tile, fused=True, paired=True, ds_stages=1)
-        return dataclasses.replace(tile, fused=fused, unstaged=unstaged and head_dim == head_dim_v == 128)
+        own = head_dim == head_dim_v
+        return dataclasses.replace(
+            tile,
+            fused=fused,
+            unstaged=unstaged and own and head_dim == 128,
+            direct=direct and own and head_dim in (64, 128, 256) and is_causal and query_rows <= 4096,
+            skip_hidden=skip_hidden and own and head_dim == 128 and is_causal,
+        )
 
     choose_usual.unchanged = usual
     monkeypatch.setattr(tiles, "choose_backward_usual", choose_usual)
