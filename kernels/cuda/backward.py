@@ -308,22 +308,22 @@ def specialise_dense(
 
 
 def _heads_per_group(
-    key_heads: int, head_bytes: int, blocks: int, is_causal: bool, is_masked: bool, deterministic: bool, num_sms: int
+    key_heads: int, head_bytes: int, blocks: int, is_causal: bool, deterministic: bool, num_sms: int
 ) -> int:
     """How many key heads, of `key_heads` counted over the batch, take turns in the list of tiles of keys.
 
     head_bytes: of the queries of one, with all that is read and added beside them; blocks: that one has. As many as L2
-    holds, but enough for a wave of blocks, or two where the first blocks of a head have more to do than its last ones,
-    which then fill up what the others leave. The last group must be so large above all, so up to twice as many where
-    that leaves fewer out of it.
+    holds, but enough for a wave of blocks. A last group of less than half as many runs almost alone, the longest block
+    of a causal call above all: then up to twice as many, where that leaves fewer out of the last one.
     """
-    wave = round(2 * num_sms / blocks) if is_causal or is_masked else math.ceil(num_sms / blocks)
-    most = max(_L2_BYTES // head_bytes, wave, 1)
+    most = max(_L2_BYTES // head_bytes, math.ceil(num_sms / blocks))
     if deterministic and is_causal:
         # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
         most = max(most, math.ceil(num_sms / 3))
     if key_heads <= most:
         return key_heads
+    if not is_causal or 2 * (-key_heads % most) <= most:
+        return most
     return min(range(most, min(2 * most, key_heads) + 1), key=lambda size: -key_heads % size / size)
 
 
@@ -539,7 +539,7 @@ class Plan:
                     strides[f"{name}_stride_{what}"] = tensor.stride(dim)
         head_bytes = query_rows * (head_dim * 6 + head_dim_v * 2)
         heads_per_group = _heads_per_group(
-            batch * kv_heads, head_bytes, k_tiles * cluster, is_causal, is_masked, deterministic, num_sms
+            batch * kv_heads, head_bytes, k_tiles * cluster, is_causal, deterministic, num_sms
         )
         slots = batch * kv_heads
         if tile.fused:

@@ -277,10 +277,10 @@ def choose_backward(
     if head_dim == 256 and query_rows >= (4096 if is_causal else 1024):
         return replace(usual, ds_stages=1, fused=True, paired=True)
     if head_dim == 256:
-        return replace(usual, direct=is_causal)
+        return replace(usual, direct=is_causal and query_rows <= 1024)
     if head_dim == 128 and is_causal:
         is_short = query_rows < 8192
-        return replace(usual, persistent=is_short, direct=is_short, unstaged=not is_short)
+        return replace(usual, persistent=is_short, direct=query_rows <= 1024, unstaged=not is_short)
     if head_dim == 128:
         is_short = query_rows < 3072
         return replace(usual, persistent=is_short, fused=not is_short)
