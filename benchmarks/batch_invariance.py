@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     facts = harness.environment(arguments.device)
     path = harness.results_path(arguments, facts, "batch_invariance")
     results = Results(path, "batch_invariance", facts, vars(arguments))
-    wanted = [case for case in cases() if any(text in case.label for text in arguments.only.split(","))]
+    wanted = [case for case in cases() if harness.asked_for(arguments, case.label)]
     if arguments.smoke:
         wanted = list({case.smaller(): None for case in wanted})
     left_out = []

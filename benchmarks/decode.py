@@ -135,8 +135,7 @@ def measure_case(case: Case, meter: Meter, rounds: int, smoke: bool) -> dict[str
 def main(argv: list[str] | None = None) -> int:
     arguments = harness.parser(__doc__.splitlines()[0], budget_s=240).parse_args(argv)
     budget = Budget(arguments.budget)
-    wanted = arguments.only.split(",")
-    chosen = [case for case in cases.decode() if any(text in case.label for text in wanted)]
+    chosen = [case for case in cases.decode() if harness.asked_for(arguments, case.label)]
     if arguments.smoke:
         chosen = list({case.smaller(): None for case in chosen})
     contenders.take_everything()

@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for lengths in LENGTHS:
             for batch in (3,) if arguments.smoke else BATCHES:
-                if not any(text in f"{lengths.name}, B{batch}" for text in arguments.only.split(",")):
+                if not harness.asked_for(arguments, f"{lengths.name}, B{batch}"):
                     continue
                 if budget.exhausted:
                     left.append(f"{lengths.name}, B{batch}")

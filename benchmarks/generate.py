@@ -326,8 +326,7 @@ def main(argv: list[str] | None = None) -> int:
     sizes["layers"] = arguments.layers or sizes["layers"]
     kv_heads = arguments.kv_heads or sizes["heads"]
     new_tokens = arguments.new_tokens or (SMOKE_NEW_TOKENS if arguments.smoke else NEW_TOKENS)
-    wanted = arguments.only.split(",")
-    chosen = [case for case in all_cases(arguments.smoke) if any(text in case.label for text in wanted)]
+    chosen = [case for case in all_cases(arguments.smoke) if harness.asked_for(arguments, case.label)]
     facts = harness.environment(arguments.device)
     facts["transformers"] = metadata.version("transformers")
     kind = "generate" if kv_heads == sizes["heads"] else f"generate_kv{kv_heads}"

@@ -14,6 +14,8 @@ Imported by attention.py, special.py and overhead.py. How a number comes about:
 * A/A: one contender is measured a second time under another name. The ratio of the two is the noise of the row; a
   difference below it is nothing. It is flagged when it leaves 1 +- AA_LIMIT.
 * Data are random (zeros run faster), calls are warmed up, SM clock and power are sampled while a row is measured.
+* A GPU at its power limit takes a while to find the clock of what it runs: a turn of calls of SETTLED_MS or more begins
+  with SETTLE_MS of calls that do not count.
 * Results are written after every row, so that a run that is cut short loses nothing.
 
 With `--device cpu --smoke` the same code runs at tiny sizes with wall-clock timers: for checking the scripts only.
@@ -28,6 +30,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -45,6 +48,7 @@ import torch
 
 AA_LIMIT = 0.01
 FLUSH_BYTES = 128 * 2**20  # an H200's L2 is 50 MB, a B200's 126 MB
+SETTLED_MS, SETTLE_MS = 1.0, 30.0
 SPIN_CLOCK_HZ = 2.0e9  # an upper bound of SM clocks: the spin must not be shorter than asked
 RESULTS_FORMAT = 1
 ROOT = Path(__file__).parents[1]
@@ -100,9 +104,10 @@ class Meter:
         samples: dict[str, list[float]] = {name: [] for name in runs}
         for order in turns(list(runs), self.rounds):
             for name in order:
-                calls, spin_s = plans[name]
+                calls, settling, spin_s = plans[name]
                 with runs[name].context():
-                    runs[name].call()  # after a switch of context the first call fills caches
+                    for _ in range(settling):  # after a switch of context the first call fills caches
+                        runs[name].call()
                     samples[name] += self._timed_calls(runs[name].call, calls, spin_s)
         return {name: statistics.median(times) for name, times in samples.items()}
 
@@ -136,8 +141,8 @@ class Meter:
             del result
         return peak - before
 
-    def _plan(self, run: Run) -> tuple[int, float]:
-        """Calls per round and the seconds of spinning that let the CPU enqueue all of them first."""
+    def _plan(self, run: Run) -> tuple[int, int, float]:
+        """Calls per round, those before them, and the seconds of spinning in which the CPU can enqueue all."""
         with run.context():
             for _ in range(2):
                 run.call()
@@ -149,7 +154,8 @@ class Meter:
             self.synchronize()
             total_s = (time.perf_counter() - start) / 2
         calls = max(3, min(10, int(self.round_ms * 1e-3 / max(total_s, 1e-9))))
-        return calls, min(0.02, 1.5 * calls * (enqueue_s + 40e-6))
+        settling = math.ceil(SETTLE_MS / (1e3 * total_s)) if self.cuda and 1e3 * total_s >= SETTLED_MS else 1
+        return calls, settling, min(0.02, 1.5 * calls * (enqueue_s + 40e-6))
 
     def _timed_calls(self, call: Callable[[], Any], calls: int, spin_s: float) -> list[float]:
         if not self.cuda:
@@ -341,6 +347,8 @@ class Results:
 
     def finish(self, not_measured: Iterable[str] = ()) -> None:
         self.data["not_measured"] = list(not_measured)
+        if not self.data["rows"] and not self.data["not_measured"]:
+            say("nothing was measured: no label contains what --only asks for")
         self.data["complete"] = not self.data["not_measured"]
         self.write()
 
@@ -389,6 +397,11 @@ def parser(description: str, budget_s: int) -> argparse.ArgumentParser:
         "--only", default="", help="measure only cases whose label contains one of these texts, separated by commas"
     )
     return options
+
+
+def asked_for(arguments: argparse.Namespace, label: str) -> bool:
+    """Is this to be measured: does its label contain one of the texts of --only?"""
+    return any(text in label for text in arguments.only.split(","))
 
 
 def results_path(arguments: argparse.Namespace, facts: dict[str, Any], kind: str) -> Path:

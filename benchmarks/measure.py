@@ -105,8 +105,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
 def main(kind: str, module: str, cases: list[Case], names: list[str], arguments: argparse.Namespace) -> int:
     """Measures the cases within the budget, writes the results file after each, prints a table. Returns 0, or 1."""
     budget = Budget(arguments.budget)
-    wanted = arguments.only.split(",")
-    cases = [case for case in cases if any(text in case.label for text in wanted)]
+    cases = [case for case in cases if harness.asked_for(arguments, case.label)]
     if arguments.smoke:
         cases = list({case.smaller(): None for case in cases})
     if arguments.forward_only:

@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     results = Results(harness.results_path(arguments, facts, "overhead"), "overhead", facts, vars(arguments))
     left_out = []
     for call in small_calls(arguments.device):
-        if arguments.only not in call.name:
+        if not harness.asked_for(arguments, call.name):
             continue
         if budget.exhausted:
             left_out.append(call.name)

@@ -314,8 +314,7 @@ def measure_case(case: VarlenCase, meter: Meter, clocks: ClockLog) -> dict[str, 
 def run(arguments: argparse.Namespace) -> int:
     """Measures the cases within the budget and writes the results file after each."""
     budget = Budget(arguments.budget)
-    wanted = arguments.only.split(",")
-    chosen = [case for case in cases() if any(text in case.label for text in wanted)]
+    chosen = [case for case in cases() if harness.asked_for(arguments, case.label)]
     if arguments.smoke:
         chosen = list({case.smaller(): None for case in chosen})
     contenders.take_everything()

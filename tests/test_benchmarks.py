@@ -493,6 +493,22 @@ def test_report_fills_the_readme_and_check_sees_stale_text(tmp_path, capsys):
     assert "| S = 8,192 | 0.50 | 1.00 | 32.0 |" in text and "| S = 131,072 | 8.00 | 16.00 | (8,192) |" in text
 
 
+def test_several_texts_of_only_and_one_that_is_nowhere(tmp_path, capsys):
+    from torch_flashbackend import disable
+
+    path = tmp_path / "results.json"
+    options = ["--device", "cpu", "--smoke", "--out", str(path)]
+    try:
+        assert overhead.main([*options, "--only", "causal,negative"]) == 0
+    finally:  # a benchmark has its process for itself, as a rule
+        disable()
+    labels = {row["label"].split(":")[0] for row in json.loads(path.read_text())["rows"]}
+    assert labels == {"causal", "negative scale"}
+    capsys.readouterr()
+    assert overhead.main([*options, "--only", "nowhere"]) == 0
+    assert "nothing was measured" in capsys.readouterr().out
+
+
 def test_what_batch_invariance_costs(tmp_path):
     path = tmp_path / "results.json"
     assert batch_invariance.main(["--device", "cpu", "--smoke", "--only", "prefill", "--out", str(path)]) == 0
