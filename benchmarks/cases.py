@@ -261,6 +261,11 @@ def special() -> list[Case]:
         for head_dim in (32, 40, 72, 80, 96, 160, 192, 256, 512)
         for causal in (True, False)
     ]
+    # Kernels for so wide heads have costs of their own, so that a policy has to know where they begin to pay.
+    cases += [
+        Case("head_dim", batch, 16, length, length, head_dim, causal=True)
+        for head_dim, batch, length in ((512, 8, 512), (512, 4, 1024), (320, 4, 1024), (320, 4, 4096))
+    ]
     cases += [
         Case("head_dim", 4, 16, 4096, 4096, 192, head_dim_v=128, causal=True),
         Case("head_dim", 2, 16, 128, 128, 192, head_dim_v=128, causal=True),
