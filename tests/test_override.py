@@ -929,6 +929,15 @@ def test_below_autograd_nobody_records():
     torch.testing.assert_close(out, sdpa(query, key, value).detach())
 
 
+def test_calls_on_a_cpu_pass_nothing_of_ours_where_pytorch_knows_no_gpu():
+    torch_flashbackend.enable()
+    try:
+        hooked_below = _torch.python_kernel_registered(override.OP, "BackendSelect")
+    finally:
+        torch_flashbackend.disable()
+    assert hooked_below == (torch.version.cuda is not None or torch.version.hip is not None)
+
+
 def test_what_is_marked_as_stocks_stays_so_in_inference_mode():
     query, key, value = qkv(2, 3, 8, 16)
     with hooked(kernel_key="CPU"), counting() as count, torch.inference_mode():

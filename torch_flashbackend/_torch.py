@@ -174,6 +174,11 @@ def keys_after(key: str) -> Any:
     return torch._C._dispatch_keyset_full_after(dispatch_key(key))
 
 
+def built_for(key: str) -> bool:
+    """Can there be tensors of this dispatch key? PyTorch for AMD GPUs calls its own CUDA too."""
+    return key != "CUDA" or torch.version.cuda is not None or torch.version.hip is not None
+
+
 def dispatch_key(name: str) -> Any:
     """torch._C.DispatchKey.<name>. If it goes: nothing here works."""
     return getattr(torch._C.DispatchKey, name)
