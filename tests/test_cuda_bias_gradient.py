@@ -15,7 +15,7 @@ from test_nvrtc import FakeDriver, install_fake_driver
 
 from torch_flashbackend import driver, nvrtc, ops
 from torch_flashbackend.kernels import KernelUnavailable
-from torch_flashbackend.kernels.cuda import bias_gradient, forward, tiles
+from torch_flashbackend.kernels.cuda import bias_gradient, forward, sources, tiles
 
 import machine_code
 from sampling import cover
@@ -219,7 +219,7 @@ def test_every_tile_has_one_number(sizes, tmp_path):
     if compiler is None:
         pytest.skip("no C++ compiler")
     batches, heads, q_tiles, k_tiles, per_group = sizes
-    text = (forward.FOLDER / "bias_gradient.cu").read_text()
+    text = (sources.FOLDER / "bias_gradient.cu").read_text()
     part = text[text.index("struct Tile {") : text.index("// The loading thread.")]
     program = f"""
 #include <algorithm>

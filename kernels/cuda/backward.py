@@ -16,7 +16,6 @@ import math
 import os
 import struct
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,10 +23,9 @@ import torch
 from ... import _torch, driver, nvrtc
 from ...plans import Recent
 from .. import KernelUnavailable, launch_counts
-from . import dropout, forward, masks, tiles
+from . import dropout, forward, masks, sources, tiles
 from .tiles import BackwardTile
 
-FOLDER = Path(__file__).parent
 PREPARE, MAIN, FINISH = ENTRIES = ("flash_backward_prepare", "flash_backward", "flash_backward_finish")
 MAX_HEAD_DIM = 256
 MAX_EXTRAS_HEAD_DIM = 128  # with a mask or dropout
@@ -217,8 +215,6 @@ class Specialisation(NamedTuple):
     @property
     def source(self) -> nvrtc.Source:
         """What to compile."""
-        from . import instructions
-
         tile = self.tile
         columns = {tile.step_m}
         for size in (self.head_dim, self.head_dim_v):  # at most 128 at a time
@@ -229,10 +225,8 @@ class Specialisation(NamedTuple):
             columns |= {self.head_dim}
         else:  # or whole boxes of 64 columns
             columns |= {_round_up(self.head_dim, 64) // tile.num_warpgroups}
-        dtype = "bf16" if self.is_bf16 else "f16"
-        generated = {instructions.HEADER_NAME: instructions.header(columns - {0}, dtype)}
-        text = (FOLDER / ("backward_wide.cu" if self.is_wide else "backward.cu")).read_text()
-        return nvrtc.Source(MAIN, text, forward._headers(FOLDER) | generated, self.defines, forward.ARCHITECTURE)
+        file = "backward_wide.cu" if self.is_wide else "backward.cu"
+        return sources.source(MAIN, file, self.defines, columns - {0}, self.is_bf16)
 
     @property
     def launched(self) -> tuple[str, ...]:
@@ -246,10 +240,7 @@ class Specialisation(NamedTuple):
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
-        try:
-            return nvrtc.compile(self.source)
-        except (nvrtc.CompileError, OSError) as error:
-            raise KernelUnavailable(str(error)) from error
+        return sources.compiled(self.source)
 
 
 def specialise(

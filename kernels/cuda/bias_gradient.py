@@ -17,7 +17,7 @@ import torch
 
 from ... import driver, nvrtc
 from .. import KernelUnavailable, launch_counts
-from . import backward, forward, tiles
+from . import backward, forward, sources, tiles
 from .tiles import BiasTile
 
 ENTRY = "flash_bias_gradient"
@@ -90,13 +90,7 @@ class Specialisation(NamedTuple):
     @property
     def source(self) -> nvrtc.Source:
         """What to compile."""
-        from . import instructions
-
-        dtype = "bf16" if self.is_bf16 else "f16"
-        generated = {instructions.HEADER_NAME: instructions.header((self.tile.block_n,), dtype)}
-        text = (forward.FOLDER / "bias_gradient.cu").read_text()
-        headers = forward._headers(forward.FOLDER) | generated
-        return nvrtc.Source(ENTRY, text, headers, self.defines, forward.ARCHITECTURE)
+        return sources.source(ENTRY, "bias_gradient.cu", self.defines, (self.tile.block_n,), self.is_bf16)
 
     @property
     def entries(self) -> tuple[str, ...]:
@@ -105,10 +99,7 @@ class Specialisation(NamedTuple):
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
-        try:
-            return nvrtc.compile(self.source)
-        except (nvrtc.CompileError, OSError) as error:
-            raise KernelUnavailable(str(error)) from error
+        return sources.compiled(self.source)
 
 
 def specialise(

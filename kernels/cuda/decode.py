@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,10 +15,10 @@ import torch
 from ... import driver, nvrtc
 from ...batch_invariance import planned_batch
 from .. import KernelUnavailable, launch_counts
-from . import decode_tiles
+from . import decode_tiles, sources
 from .decode_tiles import DecodeTile
 
-SOURCE = Path(__file__).parent / "decode.cu"
+SOURCE = sources.FOLDER / "decode.cu"
 ENTRY = "flash_decode"
 MAX_QUERIES = 16
 """With more queries than these a call is no longer bound by reading keys and values."""
@@ -88,8 +87,7 @@ class DecodeSpecialisation(NamedTuple):
     @property
     def source(self) -> nvrtc.Source:
         """What to compile."""
-        headers = {path.name: path.read_text() for path in sorted(SOURCE.parent.glob("*.cuh"))}
-        return nvrtc.Source(ENTRY, SOURCE.read_text(), headers, self.defines, "sm_90a")
+        return sources.source(ENTRY, SOURCE.name, self.defines)
 
     @property
     def entries(self) -> tuple[str, ...]:
@@ -98,10 +96,7 @@ class DecodeSpecialisation(NamedTuple):
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
-        try:
-            return nvrtc.compile(self.source)
-        except (nvrtc.CompileError, OSError) as error:
-            raise KernelUnavailable(str(error)) from error
+        return sources.compiled(self.source)
 
 
 def takes(batch: int, kv_heads: int, seqlen_q: int, seqlen_k: int, queries_per_kv: int, is_causal: bool) -> bool:

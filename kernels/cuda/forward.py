@@ -13,7 +13,6 @@ import ctypes
 import functools
 import math
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,14 +21,12 @@ from ... import driver, nvrtc
 from ...batch_invariance import on_change, planned_batch
 from .. import KernelUnavailable, launch_counts
 from ..mask_strides import strides_of
-from . import decode, dropout, forward_wide, masks, tiles
+from . import decode, dropout, forward_wide, masks, sources, tiles
 from .dropout import DropoutParams
 from .masks import MaskParams
 from .tiles import Tile
 
-ARCHITECTURE = "sm_90a"
-FOLDER = Path(__file__).parent
-SOURCE = FOLDER / "forward.cu"
+SOURCE = sources.FOLDER / "forward.cu"
 ENTRY = "flash_forward"
 MAX_HEAD_DIM = 256
 # One accumulator for all keys, which wgmma cuts off instead of rounding: 0.8% of the result at 8.5 million.
@@ -128,11 +125,8 @@ class Specialisation(NamedTuple):
     @property
     def source(self) -> nvrtc.Source:
         """What to compile."""
-        from . import instructions
-
-        columns, dtype = (self.tile.block_n, self.head_dim_v), "bf16" if self.is_bf16 else "f16"
-        generated = {instructions.HEADER_NAME: instructions.header(columns, dtype)}
-        return nvrtc.Source(ENTRY, SOURCE.read_text(), _headers(SOURCE.parent) | generated, self.defines, ARCHITECTURE)
+        columns = self.tile.block_n, self.head_dim_v
+        return sources.source(ENTRY, SOURCE.name, self.defines, columns, self.is_bf16)
 
     @property
     def entries(self) -> tuple[str, ...]:
@@ -142,10 +136,7 @@ class Specialisation(NamedTuple):
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
-        try:
-            return nvrtc.compile(self.source)
-        except (nvrtc.CompileError, OSError) as error:
-            raise KernelUnavailable(str(error)) from error
+        return sources.compiled(self.source)
 
 
 def specialise(
@@ -197,11 +188,6 @@ def _fetched(tensor: torch.Tensor) -> int:
 
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
-
-
-@functools.cache
-def _headers(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in sorted(folder.glob("*.cuh"))}
 
 
 @functools.cache

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ... import driver, nvrtc
 from .. import KernelUnavailable, launch_counts
+from . import sources
 
-SOURCE = Path(__file__).parent / "forward_wide.cu"
+SOURCE = sources.FOLDER / "forward_wide.cu"
 ENTRY = "flash_forward_wide"
 MIN_HEAD_DIM, MAX_HEAD_DIM = 264, 512
 
@@ -95,12 +95,7 @@ class WideSpecialisation(NamedTuple):
     @property
     def source(self) -> nvrtc.Source:
         """What to compile."""
-        from . import instructions
-
-        headers = {path.name: path.read_text() for path in sorted(SOURCE.parent.glob("*.cuh"))}
-        header = instructions.header((BLOCK // 2, self.half_dim), "bf16" if self.is_bf16 else "f16")
-        generated = {instructions.HEADER_NAME: header}
-        return nvrtc.Source(ENTRY, SOURCE.read_text(), headers | generated, self.defines, "sm_90a")
+        return sources.source(ENTRY, SOURCE.name, self.defines, (BLOCK // 2, self.half_dim), self.is_bf16)
 
     @property
     def entries(self) -> tuple[str, ...]:
@@ -109,10 +104,7 @@ class WideSpecialisation(NamedTuple):
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
-        try:
-            return nvrtc.compile(self.source)
-        except (nvrtc.CompileError, OSError) as error:
-            raise KernelUnavailable(str(error)) from error
+        return sources.compiled(self.source)
 
 
 def takes(head_dim: int, head_dim_v: int) -> bool:

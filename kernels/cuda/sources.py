@@ -1,0 +1,45 @@
+"""What the Hopper kernels are compiled from: a file of this folder, its headers, and the instructions that it needs.
+
+May import ``nvrtc.py`` and ``instructions.py``. Imported by every module here that has a specialisation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+
+from ... import nvrtc
+from .. import KernelUnavailable
+
+ARCHITECTURE = "sm_90a"
+FOLDER = Path(__file__).parent
+
+
+@functools.cache
+def _headers() -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(FOLDER.glob("*.cuh"))}
+
+
+def source(
+    entry: str, file: str, defines: dict[str, int], columns: Iterable[int] = (), is_bf16: bool = False
+) -> nvrtc.Source:
+    """What to compile for the kernels of a file, of which `entry` is named in errors.
+
+    columns: of the products of a warpgroup (wgmma) in it; is_bf16: of their operands, else they are float16.
+    """
+    headers = _headers()
+    if columns:
+        from . import instructions
+
+        header = instructions.header(columns, "bf16" if is_bf16 else "f16")
+        headers = headers | {instructions.HEADER_NAME: header}
+    return nvrtc.Source(entry, (FOLDER / file).read_text(), headers, defines, ARCHITECTURE)
+
+
+def compiled(what: nvrtc.Source) -> nvrtc.Binary:
+    """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
+    try:
+        return nvrtc.compile(what)
+    except (nvrtc.CompileError, OSError) as error:
+        raise KernelUnavailable(str(error)) from error
