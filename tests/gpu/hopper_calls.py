@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common import Call, tensor_in_layout
+from common import Call, check, expect, gradient_for, results_of, stock_results, tensor_in_layout
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HOPPER_ONLY = [
@@ -139,6 +139,29 @@ def checker(check_call: Callable[..., dict[str, Tensor]], peers: Sequence[str]) 
         results = check_call(call, backend="cuda", grad=grad, kernels=kernels)
         counts = ops.launch_counts()
         assert counts["flash_forward"] == 1 and "attention_forward" not in counts, counts
+        return results
+
+    return run
+
+
+def gradient_checker(
+    plugin: Any, hopper: Callable[[], Any], note: Callable[..., None], peers: Sequence[str]
+) -> Callable[..., dict[str, Tensor]]:
+    """Judges a call's gradients on the forced cuda backend; grad_out may be given, else it is random and contiguous.
+
+    hopper: the context in which its own backward must run. peers: as of `checker`.
+    """
+
+    def run(call: Call, grad_out: Tensor | None = None, kernels: Sequence[str] = tuple(peers)) -> dict[str, Tensor]:
+        grad_out = gradient_for(call) if grad_out is None else grad_out
+        plugin.disable()
+        # A copy: PyTorch's kernels fault on addresses that are not aligned.
+        stock = stock_results(call, grad_out.clone(memory_format=torch.contiguous_format), kernels)
+        expected = expect(call, grad_out)
+        plugin.enable()
+        with hopper():
+            results = results_of(call, grad_out)
+        note(check(results, expected, stock, call.describe()))
         return results
 
     return run

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hopper_calls import ALIGNED_LAYOUTS, DTYPES, HOPPER_ONLY, MANY, draw
+from hopper_calls import ALIGNED_LAYOUTS, DTYPES, HOPPER_ONLY, MANY, draw, gradient_checker
 
-from common import Call, check, expect, gradient_for, results_of, simple_call, stock_results, tensor_in_layout
+from common import Call, check, expect, gradient_for, results_of, simple_call, tensor_in_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = HOPPER_ONLY
@@ -104,21 +104,7 @@ def hopper(plugin):
 
 @pytest.fixture
 def check_gradients(plugin, hopper, note):
-    """Judges a call's gradients; grad_out may be given, else it is random and contiguous."""
-
-    def run(call, grad_out=None, kernels=KERNELS):
-        grad_out = gradient_for(call) if grad_out is None else grad_out
-        plugin.disable()
-        # A copy: PyTorch's kernels fault on addresses that are not aligned.
-        stock = stock_results(call, grad_out.clone(memory_format=torch.contiguous_format), kernels)
-        expected = expect(call, grad_out)
-        plugin.enable()
-        with hopper():
-            results = results_of(call, grad_out)
-        note(check(results, expected, stock, call.describe()))
-        return results
-
-    return run
+    return gradient_checker(plugin, hopper, note, KERNELS)
 
 
 # --------------------------------------------------------------------------------------------------------------- values

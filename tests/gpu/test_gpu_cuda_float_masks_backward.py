@@ -13,6 +13,7 @@ import os
 
 import pytest
 import torch
+from hopper_calls import gradient_checker
 from test_gpu_cuda_backward import deterministic, hopper
 from test_gpu_cuda_float_masks import (
     BFLOAT,
@@ -26,19 +27,19 @@ from test_gpu_cuda_float_masks import (
     pattern,
     random_masked_call,
 )
+from test_gpu_cuda_masked_backward import BATCHES_AT_A_TIME, all_batches_at_once
 from test_gpu_cuda_masks import pytestmark
 from torch import Tensor
 
 from torch_flashbackend import ops
 from torch_flashbackend.kernels.cuda import backward, forward
 
-from common import Call, block_pattern, check, expect, gradient_for, results_of, simple_call, stock_results
+from common import Call, block_pattern, check, expect, gradient_for, results_of, simple_call
 
-__all__ = ["hopper", "pytestmark"]  # a fixture and the marks of this file too
+__all__ = ["all_batches_at_once", "hopper", "pytestmark"]  # fixtures and the marks of this file too
 
 RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "40"))
 CHUNK = 10
-BATCHES_AT_A_TIME = backward.batches_at_a_time
 NAMES = ("query", "key", "value")
 
 
@@ -58,25 +59,13 @@ def compiled_side_by_side():
         list(pool.map(lambda spec: spec.compile(), jobs))
 
 
-@pytest.fixture(autouse=True)
-def all_batches_at_once(monkeypatch):
-    """Here whatever memory it takes, so that small calls reach the kernel too."""
-    monkeypatch.setattr(backward, "batches_at_a_time", lambda query, *_: query.size(0))
-
-
 @pytest.fixture
 def check_gradients(plugin, hopper, note):
-    """Judges a call's gradients; grad_out may be given, else it is random."""
+    """As of the other backwards, and Triton's computes nothing."""
+    checked = gradient_checker(plugin, hopper, note, ("efficient", "math"))
 
-    def run(call: Call, grad_out: Tensor | None = None, kernels=("efficient", "math")) -> dict[str, Tensor]:
-        grad_out = gradient_for(call) if grad_out is None else grad_out
-        plugin.disable()
-        stock = stock_results(call, grad_out.clone(memory_format=torch.contiguous_format), kernels)
-        expected = expect(call, grad_out)
-        plugin.enable()
-        with hopper():
-            results = results_of(call, grad_out)
-        note(check(results, expected, stock, call.describe()))
+    def run(call: Call, grad_out: Tensor | None = None) -> dict[str, Tensor]:
+        results = checked(call, grad_out)
         counts = ops.launch_counts()
         assert not any(name.startswith("attention_backward") for name in counts), counts
         return results

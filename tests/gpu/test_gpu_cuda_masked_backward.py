@@ -14,7 +14,7 @@ import random
 
 import pytest
 import torch
-from hopper_calls import DTYPES, MANY, draw, pattern
+from hopper_calls import DTYPES, MANY, draw, gradient_checker, pattern
 from test_gpu_cuda_backward import deterministic, hopper, use_form
 from test_gpu_cuda_masks import (
     MASK_LAYOUTS,
@@ -36,7 +36,6 @@ from common import (
     gradient_for,
     results_of,
     simple_call,
-    stock_results,
 )
 
 __all__ = ["hopper", "pytestmark"]  # a fixture and the marks of this file too
@@ -54,20 +53,7 @@ def all_batches_at_once(monkeypatch):
 
 @pytest.fixture
 def check_gradients(plugin, hopper, note):
-    """Judges a call's gradients; grad_out may be given, else it is random."""
-
-    def run(call: Call, grad_out: Tensor | None = None) -> dict[str, Tensor]:
-        grad_out = gradient_for(call) if grad_out is None else grad_out
-        plugin.disable()
-        stock = stock_results(call, grad_out.clone(memory_format=torch.contiguous_format), ("efficient", "math"))
-        expected = expect(call, grad_out)
-        plugin.enable()
-        with hopper():
-            results = results_of(call, grad_out)
-        note(check(results, expected, stock, call.describe()))
-        return results
-
-    return run
+    return gradient_checker(plugin, hopper, note, ("efficient", "math"))
 
 
 # ------------------------------------------------------------------------------------------------------- lists and bits
