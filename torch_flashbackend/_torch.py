@@ -1,6 +1,6 @@
 """Every private name of torch that the plugin's rules use, one function each, with what breaks if it goes.
 
-May import torch only. Imported by problem, stock, routing, verify and the hooks.
+May import torch only. Imported by batch_invariance, problem, stock, routing, verify and the hooks.
 """
 
 from __future__ import annotations
@@ -172,6 +172,13 @@ def keys_after(key: str) -> Any:
     and calls with gradients that are left to stock cost 5 µs more.
     """
     return torch._C._dispatch_keyset_full_after(dispatch_key(key))
+
+
+def drop_compiled_code() -> None:
+    """Have what torch.compile has made in this process made again, if it has made anything."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and hasattr(dynamo, "reset"):
+        dynamo.reset()
 
 
 def built_for(key: str) -> bool:

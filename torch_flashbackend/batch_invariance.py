@@ -1,20 +1,19 @@
 """One switch: the bits of a sequence's attention do not depend on the rest of its batch.
 
-May import autoload.py. Imported by whatever chooses by the size of a batch: problem.py, and the launchers in
-``kernels/``, which ask `planned_batch` how many batches to choose for. Each row of a result is computed by itself; what
-a batch changes are choices: who runs the call, the tile, and among how many blocks keys are split, which is the order
-in which a row's sums are added up. With the switch on all of them are made as for a batch of one, so that a sequence
-has the bits that it has alone, at the cost of choices that suit a batch of one.
+May import autoload.py and `_torch.py`. Imported by whatever chooses by the size of a batch: problem.py, and the
+launchers in ``kernels/``, which ask `planned_batch` how many batches to choose for. Each row of a result is computed by
+itself; what a batch changes are choices: who runs the call, the tile, and among how many blocks keys are split, which
+is the order in which a row's sums are added up. With the switch on all of them are made as for a batch of one, so that
+a sequence has the bits that it has alone, at the cost of choices that suit a batch of one.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable
 
-from . import autoload
+from . import _torch, autoload
 
 __all__ = ["is_batch_invariant", "on_change", "planned_batch", "planned_length", "set_batch_invariant"]
 
@@ -52,9 +51,7 @@ def set_batch_invariant(enabled: bool = True) -> None:
     _enabled = enabled
     for forget in _forget:
         forget()
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and hasattr(dynamo, "reset"):
-        dynamo.reset()
+    _torch.drop_compiled_code()
 
 
 def is_batch_invariant() -> bool:

@@ -11,7 +11,6 @@ ops.run, or stock as if nothing were there.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -198,9 +197,7 @@ def _forget_compiled(ops: tuple[str, ...]) -> None:
     """Drop what was compiled or looked up in the other state. decisions.py's cache goes too, and so do its counts."""
     for op in ops:
         _torch.clear_dispatch_cache(op)
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and hasattr(dynamo, "reset"):
-        dynamo.reset()
+    _torch.drop_compiled_code()
     decisions.forget()
 
 
