@@ -18,7 +18,7 @@ from test_nvrtc import FakeDriver, install_fake_driver
 
 from torch_flashbackend import driver, nvrtc, ops, precompile, reference
 from torch_flashbackend.kernels import KernelUnavailable
-from torch_flashbackend.kernels.cuda import backward, dropout, forward, masks, tiles
+from torch_flashbackend.kernels.cuda import backward, backward_parts, dropout, forward, masks, tiles
 from torch_flashbackend.plans import Recent
 from torch_flashbackend.problem import Problem
 
@@ -527,8 +527,9 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
 
     hopper = SimpleNamespace(
         backward=fake, suits=backward.suits, sums_fit=backward.sums_fit, extras_fit=backward.extras_fit,
-        batches_at_a_time=lambda query, *_: query.size(0), recent=Recent(), Repeat=backward.Repeat,
+        recent=Recent(), Repeat=backward.Repeat,
     )  # fmt: skip
+    monkeypatch.setattr(backward_parts, "batches_at_a_time", lambda query, *_: query.size(0))
     monkeypatch.setattr(backward, "MAX_EXTRAS_HEAD_DIM", options.get("max_extras_head_dim", 128))
     monkeypatch.setattr(backward, "MAX_SUM_ROWS", options.get("max_rows", 5))
     monkeypatch.setattr(ops, "_hopper_backward", lambda: hopper)
@@ -553,25 +554,33 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
 @pytest.mark.parametrize(
     ("shape", "kv_heads", "mask_shape", "dropout_p", "expected"),
     [
-        ((4, 16, 4096, 128), 16, (4, 1, 4096, 4096), 0.0, 1),
-        ((4, 16, 4096, 64), 16, (4, 1, 4096, 4096), 0.0, 2),  # three would fit, two and two are as many launches
-        ((4, 8, 4096, 64), 8, (4, 1, 4096, 4096), 0.0, 4),
-        ((2, 32, 4096, 128), 32, (2, 1, 4096, 4096), 0.0, 0),
-        ((2, 32, 4096, 128), 8, (2, 1, 4096, 4096), 0.0, 2),  # PyTorch repeats keys and values
-        ((4, 16, 4096, 128), 16, (4, 1, 1, 4096), 0.0, 0),
-        ((4, 16, 4096, 128), 16, (4, 1, 4096, 4096), 0.1, 0),  # random numbers count from the first batch
-        ((4, 8, 4096, 64), 8, (4, 1, 4096, 4096), 0.1, 4),
+        ((4, 16, 4096, 128), 16, (4, 1, 4096, 4096), 0.0, 4),
+        ((4, 16, 4096, 128), 16, (4, 1, 1, 4096), 0.0, 4),  # what stock needs for delta is room for the lists
+        ((4, 16, 4096, 128), 16, (4, 1, 1, 4096), 0.1, 2),  # random keys: three would fit, two and two are as many
+        ((4, 16, 1000, 64), 16, (4, 1, 1, 1000), 0.0, 2),  # sums are of whole tiles
+        ((1, 16, 4096, 128), 16, (1, 1, 1, 4096), 0.0, 1),
+        ((1, 16, 1000, 128), 16, (1, 1, 1, 1000), 0.0, 0),
+        ((2, 32, 4096, 128), 8, (2, 1, 4096, 4096), 0.0, 2),
+        ((16, 16, 64, 64), 16, (16, 1, 1, 64), 0.0, 0),  # a tile is twice as long: seven parts would be small ones
         ((1, 16, 16384, 128), 16, (1, 1, 16384, 16384), 0.0, 1),
     ],
     ids=str,
 )
-def test_batches_at_a_time_take_no_more_memory_than_pytorchs_mask(shape, kv_heads, mask_shape, dropout_p, expected):
+def test_batches_at_a_time_take_no_more_memory_than_pytorchs(shape, kv_heads, mask_shape, dropout_p, expected):
     query = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     key = torch.empty((shape[0], kv_heads, *shape[2:]), dtype=torch.bfloat16, device="meta")
     mask = torch.empty(mask_shape, dtype=torch.bool, device="meta")
-    assert backward.batches_at_a_time(query, key, mask, dropout_p) == expected
+    found = backward_parts.batches_at_a_time(query, key, key, mask, dropout_p)
+    assert found == expected
+    batch, heads, length, head_dim = shape
+    stock = 4 * batch * heads * length * (head_dim + 1) + 2 * mask.numel()
+    stock += 4 * batch * heads * length * head_dim * (heads != kv_heads)
+    ours = 4 * found * heads * length * head_dim + mask.numel() // 8
+    ours += 8 * found * heads * length * (dropout_p > 0.0)
+    assert ours <= stock
     # What is expanded is one in memory.
-    assert backward.batches_at_a_time(query, key, mask[:1].expand(mask_shape), dropout_p) <= expected
+    expanded = mask[:1].expand(mask_shape)
+    assert backward_parts.batches_at_a_time(query, key, key, expanded, dropout_p) <= expected
 
 
 @pytest.mark.parametrize(
@@ -579,19 +588,46 @@ def test_batches_at_a_time_take_no_more_memory_than_pytorchs_mask(shape, kv_head
     [
         ((4, 16, 4096, 128), (4, 1, 4096, 4096), 2),  # three, but two and two are as many launches
         ((4, 16, 4096, 128), (1, 16, 4096, 4096), 2),
-        ((4, 16, 4096, 128), (1, 1, 1, 4096), 2),
+        ((4, 16, 4096, 128), (1, 1, 1, 4096), 4),
         ((1, 16, 4096, 128), (1, 1, 4096, 4096), 0),
         ((32, 1, 4096, 128), (1, 1, 4096, 4096), 16),
         ((4, 16, 4096, 16), (4, 16, 4096, 4096), 0),  # its bits alone
+        ((4, 16, 256, 64), (1, 16, 256, 256), 0),  # parts too small to pay
     ],
     ids=str,
 )
 def test_batches_with_a_float_mask_leave_room_for_its_bits(shape, mask_shape, expected):
     query = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     mask = torch.empty(mask_shape, dtype=torch.bfloat16, device="meta")
-    assert backward.batches_at_a_time(query, query, mask, 0.0) == expected
+    assert backward_parts.batches_at_a_time(query, query, query, mask, 0.0) == expected
     sums = 4 * math.prod(shape[1:])
-    assert expected * sums + math.prod(mask_shape) // 8 <= shape[0] * sums or expected == 0
+    bits = math.prod(mask_shape) // 8
+    assert expected == 0 or expected * sums + bits <= shape[0] * (sums + 4 * math.prod(shape[1:3]))
+
+
+def test_heads_of_a_single_batch_are_its_parts_where_it_does_not_fit_whole():
+    def parts(kv_heads, mask_shape, dtype):
+        query = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
+        mask = torch.empty(mask_shape, dtype=dtype, device="meta")
+        return backward_parts.parts_of(query, query[:, :kv_heads], query[:, :kv_heads], mask, 0.0)
+
+    assert parts(16, (1, 1, 4096, 4096), torch.bool) == (1, 1, False)
+    assert parts(16, (1, 1, 4096, 4096), torch.bfloat16) == (16, 8, True)
+    assert parts(16, (1, 16, 4096, 4096), torch.bfloat16) == (16, 8, True)
+    assert parts(4, (1, 1, 4096, 4096), torch.bfloat16) == (1, 1, False)  # stock repeats keys and values
+    assert parts(1, (1, 16, 4096, 4096), torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("head_dim", range(16, 129, 16))
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
+@pytest.mark.parametrize("mask_shape", [(3, 1, 700, 900), (1, 2, 1, 900), (3, 2, 64, 64), (1, 1, 1, 8)], ids=str)
+def test_lists_take_no_more_than_they_are_counted_for(mask_shape, dtype, head_dim):
+    mask = torch.empty(mask_shape, dtype=dtype, device="meta")
+    scores = 3, 2, 700 if mask_shape[2] == 1 else mask_shape[2], mask_shape[3]
+    tile = tiles.choose_backward_usual(head_dim, head_dim, False, scores[2], False)
+    made = masks.QueryLists([], mask, scores, tile)
+    counted = masks.most_query_list_bytes(mask, *scores[2:])
+    assert 4 * made._size <= counted <= 4 * (2 * made._size + 4096)
 
 
 def test_a_backward_in_parts_fills_all_of_the_gradients(monkeypatch):
@@ -603,7 +639,7 @@ def test_a_backward_in_parts_fills_all_of_the_gradients(monkeypatch):
             grad.fill_(len(parts))
 
     monkeypatch.setattr(backward, "backward", fake)
-    monkeypatch.setattr(backward, "batches_at_a_time", lambda *_: 2)
+    monkeypatch.setattr(backward_parts, "batches_at_a_time", lambda *_: 2)
     monkeypatch.setattr(ops, "_hopper_backward", lambda: backward)
     query, key, value = (sample(3, 2, 5, 16, seed=i).detach() for i in range(3))
     mask = torch.ones(3, 1, 5, 5, dtype=torch.bool)
@@ -614,6 +650,24 @@ def test_a_backward_in_parts_fills_all_of_the_gradients(monkeypatch):
     assert parts == [(2, (2, 1, 5, 5)), (1, (1, 1, 5, 5))]
     for grad in grads[:3]:
         assert (grad[:2] == 1.0).all() and (grad[2:] == 2.0).all()
+
+
+@pytest.mark.parametrize("batch", [3, 1])
+def test_dropout_counts_heads_from_the_first_of_the_call(monkeypatch, batch):
+    counted = []
+
+    def fake(grad_out, query, *_, first_head=0, **options):
+        counted.append((first_head, query.size(0) * query.size(1)))
+
+    monkeypatch.setattr(backward_parts, "batches_at_a_time", lambda query, *_: 2 if query.size(0) > 1 else 0)
+    query, key = sample(batch, 6, 5, 16), sample(batch, 3, 5, 16)
+    mask, seed = torch.ones(batch, 1, 5, 5, dtype=torch.bool), torch.tensor([7])
+    parts = backward_parts.parts_of(query, key, key, mask, 0.5)
+    backward_parts.backward_in_parts(
+        fake, parts, query, query, key, key, query, torch.zeros(batch, 6, 5), False, 0.25, query, key, key, False, mask,
+        0.5, seed,
+    )  # fmt: skip
+    assert counted == ([(0, 12), (12, 6)] if batch == 3 else [(0, 4), (4, 2)])
 
 
 @pytest.mark.parametrize("own_heads", [False, True])
@@ -636,7 +690,7 @@ def test_a_float_mask_in_parts_gives_what_it_gives_at_once(monkeypatch, batch, k
         delta.copy_((grad_out * out).sum(-1))
 
     monkeypatch.setattr(backward, "backward", fake)
-    monkeypatch.setattr(backward, "batches_at_a_time", lambda *_: 2)
+    monkeypatch.setattr(backward_parts, "batches_at_a_time", lambda query, *_: 2 if query.size(0) > 1 else 0)
     monkeypatch.setattr(ops, "_hopper_backward", lambda: backward)
     deltas = []
 

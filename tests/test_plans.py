@@ -12,6 +12,7 @@ from hooked import sample
 
 from torch_flashbackend import _torch, decisions, ops, plans, reference
 from torch_flashbackend.kernels.cuda import backward as hopper_backward
+from torch_flashbackend.kernels.cuda import backward_parts
 
 OTHERS = {
     "shape": lambda t: t[:, :, :4],
@@ -100,11 +101,11 @@ def hopper(monkeypatch):
 
     stand_in = SimpleNamespace(
         backward=backward, suits=hopper_backward.suits, sums_fit=hopper_backward.sums_fit,
-        extras_fit=hopper_backward.extras_fit, batches_at_a_time=lambda query, *_: query.size(0),
-        recent=plans.Recent(), Repeat=hopper_backward.Repeat,
+        extras_fit=hopper_backward.extras_fit, recent=plans.Recent(), Repeat=hopper_backward.Repeat,
     )  # fmt: skip
     monkeypatch.setattr(ops, "_hopper", lambda: SimpleNamespace(plan=plan))
     monkeypatch.setattr(ops, "_hopper_backward", lambda: stand_in)
+    monkeypatch.setattr(backward_parts, "batches_at_a_time", lambda query, *_: query.size(0))
 
     def below(operator, implementation, tensor, *arguments):
         if _torch.unobserved(tensor):

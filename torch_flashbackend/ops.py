@@ -75,6 +75,14 @@ def _hopper_backward():
 
 
 @functools.cache
+def _hopper_parts():
+    """How a backward with a mask is cut, likewise."""
+    from .kernels.cuda import backward_parts
+
+    return backward_parts
+
+
+@functools.cache
 def _hopper_bias():
     """The gradient of an additive bias of the Hopper kernels, likewise."""
     from .kernels.cuda import bias_gradient
@@ -197,43 +205,21 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
     if backend == "cuda" and (mask is None or not is_causal) and (bias_gradient is not None or not needs_mask):
         deterministic = _torch.deterministic_enabled()
         fits = hopper.sums_fit(query, key) and hopper.extras_fit(query, value, mask, dropout_p, deterministic)
-        # Of a single batch with a float mask, some heads are done at a time: as many batches.
-        as_batches = _heads_as_batches if fits and _is_float_mask_of_one_batch(query, key, mask) else _unchanged
-        batches = key.size(1) if as_batches is _heads_as_batches else query.size(0)
-        at_a_time = batches
-        if fits and mask is not None:
-            of_heads = (as_batches(tensor, batches) for tensor in (query, key, mask))
-            at_a_time = hopper.batches_at_a_time(*of_heads, dropout_p)
-        fits = fits and at_a_time > 0
-        if fits and not hopper.suits(grad_out):
+        parts = _hopper_parts().parts_of(query, key, value, mask, dropout_p) if fits else None
+        if parts is not None and not hopper.suits(grad_out):
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
-        if fits and hopper.suits(query, key, value, out):
+        if parts is not None and hopper.suits(query, key, value, out):
             if grad_key is None or grad_value is None:
                 grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
             delta = None if bias_gradient is None else torch.empty_like(logsumexp[0])
-            whole = [
-                as_batches(tensor, batches)
-                for tensor in (grad_out, query, key, value, out, grad_query, grad_key, grad_value, mask, delta)
-            ]
-            lse = logsumexp if as_batches is _unchanged else logsumexp.view(2, batches, -1, logsumexp.size(3))
-            # A mask that all parts share is looked at once.
-            shared = at_a_time < batches and whole[-2] is not None and whole[-2].size(0) == 1
-            options: dict[str, Any] = {"made": []} if shared else {}
-            for first in range(0, batches, at_a_time):
-                part = slice(None) if at_a_time == batches else slice(first, first + at_a_time)
-                *inputs, of_query, of_key, of_value, mask_part, delta_part = (
-                    tensor if tensor is None or tensor.size(0) == 1 else tensor[part] for tensor in whole
-                )
-                if delta_part is not None:
-                    options["delta"] = delta_part
-                plan = hopper.backward(
-                    *inputs, lse[part] if lse.dim() == 3 else lse[:, part], is_causal, scale, of_query, of_key,
-                    of_value, deterministic, mask_part, dropout_p, dropout_seed, **options,
-                )  # fmt: skip
+            plan = _hopper_parts().backward_in_parts(
+                hopper.backward, parts, grad_out, query, key, value, out, logsumexp, is_causal, scale, grad_query,
+                grad_key, grad_value, deterministic, mask, dropout_p, dropout_seed, delta,
+            )  # fmt: skip
             grads = grad_query, grad_key if needs_key else None, grad_value if needs_value else None
             if bias_gradient is not None:
                 return (*grads, bias_gradient(delta).view(attn_mask.shape))
-            if as_batches is _unchanged and at_a_time == batches and grad_out is tensors[0]:
+            if parts.is_whole and grad_out is tensors[0]:
                 repeat = hopper.Repeat(plan, (grad_query, grad_key, grad_value), output_mask)
                 hopper.recent.remember(kind, tensors, repeat)
             return (*grads, None)
@@ -248,21 +234,6 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
         grad_value if needs_value else None,
         grad_mask.view(attn_mask.shape) if needs_mask else None,
     )
-
-
-def _is_float_mask_of_one_batch(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    return mask is not None and mask.dtype != torch.bool and query.size(0) == 1 and key.size(1) > 1
-
-
-def _heads_as_batches(tensor: Tensor | None, kv_heads: int) -> Tensor | None:
-    """Of one batch: [1, H, ...] as [Hkv, H / Hkv, ...], unless it has one head for all."""
-    if tensor is None or tensor.size(1) == 1:
-        return tensor
-    return tensor[0].unflatten(0, (kv_heads, -1))
-
-
-def _unchanged(tensor: Tensor | None, _: int) -> Tensor | None:
-    return tensor
 
 
 def _kind_of_backward(tensors, attn_mask, dropout_p, is_causal, scale, output_mask):

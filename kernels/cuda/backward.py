@@ -368,28 +368,6 @@ def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> boo
     return largest <= MAX_EXTRAS_HEAD_DIM
 
 
-def batches_at_a_time(query, key, mask, dropout_p: float) -> int:
-    """How many batches of a call with a mask may be computed at a time, so that it takes no more memory than PyTorch's.
-
-    PyTorch's kernel for masks has at its peak as many bytes as a bool mask has elements beside what it has without one
-    (measured), and keys and values repeated for the query heads that share them. 0 where the sums of the query's
-    gradient of a single batch are more than that. A float mask it takes as it is; there it has float32 sums itself.
-    """
-    batch, heads, seqlen_q, head_dim = query.shape
-    sums = 4 * heads * _round_up(seqlen_q, 128) * _round_up(head_dim, 16)
-    in_memory = math.prod(size for size, stride in zip(mask.shape, mask.stride(), strict=True) if stride)
-    if mask.dtype != torch.bool:
-        # Bits and entries of lists are a seventh of its elements at most.
-        most = min((4 * batch * heads * seqlen_q * head_dim - in_memory // 7) // sums, batch)
-        return math.ceil(batch / math.ceil(batch / most)) if most > 0 else 0
-    repeated = 0 if heads == key.size(1) else 4 * key.size(2) * head_dim * heads * batch
-    # An eighth of it is what the lists' own bits take.
-    most = min((7 * in_memory // 8 + repeated) // sums, batch)
-    if most == 0 or (dropout_p > 0.0 and most < batch):  # random numbers count heads from the first batch on
-        return 0
-    return math.ceil(batch / math.ceil(batch / most))
-
-
 def _refusal(
     query, key, value, out, logsumexp, grad_out, mask, dropout_p: float, is_causal: bool, softmax_scale: float,
     deterministic: bool,
@@ -494,7 +472,8 @@ class Plan:
         self._statistics_in_gradient = (
             grad_query is not None
             and not (tile.fused or tile.direct)
-            and 4 * statistics <= _dense_bytes(grad_query)
+            and is_dense(grad_query)
+            and 4 * statistics <= grad_query.numel() * grad_query.element_size()
         )
         try:
             binary = spec.compile()
@@ -584,9 +563,9 @@ class Plan:
 
     def __call__(
         self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask=None, seed=None,
-        delta=None, made: list[masks.QueryListsMade] | None = None,
+        delta=None, made: list[masks.QueryListsMade] | None = None, first_head: int = 0,
     ) -> None:  # fmt: skip
-        """Launch on the current stream of the tensors' device. made: see `backward`.
+        """Launch on the current stream of the tensors' device. made, first_head: see `backward`.
 
         Raises KernelUnavailable, and launches nothing, where an address is no multiple of 16 bytes.
         """
@@ -595,7 +574,7 @@ class Plan:
             with torch.cuda.device(index):
                 return self(
                     query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed, delta,
-                    made,
+                    made, first_head,
                 )  # fmt: skip
         query_at, key_at, value_at, out_at = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
         logsumexp_at, grad_out_at = logsumexp.data_ptr(), grad_out.data_ptr()
@@ -640,7 +619,7 @@ class Plan:
             params.logsumexp_low = logsumexp_at + 4 * logsumexp.stride(0)
             params.delta = None if delta is None else delta.data_ptr()
         if self._dropout is not None:
-            table = self._dropout.make(seed, index, stream)
+            table = self._dropout.make(seed, index, stream, first_head)
             params.dropout.keys = table.data_ptr()
         arguments, only_params = frame.arguments, frame.only_params
         first = True
@@ -662,10 +641,10 @@ def _allocate(like: torch.Tensor, floats: int) -> torch.Tensor:
     return _torch.empty_float32(like, (floats,), (1,))
 
 
-def _dense_bytes(tensor: torch.Tensor) -> int:
-    """The size of a tensor's memory if it has no gaps, else 0."""
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Has the tensor's memory no gaps?"""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() * tensor.element_size() if span == tensor.numel() else 0
+    return tensor.numel() == span
 
 
 def aligned(*tensors: torch.Tensor) -> bool:
@@ -698,7 +677,7 @@ _plans: dict[tuple, Plan | KernelUnavailable] = {}
 def backward(
     grad_out, query, key, value, out, logsumexp, is_causal, softmax_scale, grad_query, grad_key, grad_value,
     deterministic, mask=None, dropout_p=0.0, dropout_seed=None, delta=None,
-    made: list[masks.QueryListsMade] | None = None,
+    made: list[masks.QueryListsMade] | None = None, first_head: int = 0,
 ) -> Plan:  # fmt: skip
     """Fill grad_query (unless None), grad_key and grad_value, of their tensors' shapes, the last dimension dense.
 
@@ -711,7 +690,8 @@ def backward(
     int64 [1] where dropout_p is positive; out is that of the same dropout. Both where ``extras_fit``. delta, float32 of
     logsumexp's shape in one part: to be filled with rowsum(grad_out * out), with a float mask alone. made: a list,
     empty in the first of some calls with the same mask and sizes but for the batch, which keeps the mask's lists for
-    the others. Raises KernelUnavailable before any launch of the three kernels.
+    the others. first_head: where dropout begins to count heads, of those of all batches in a row. Raises
+    KernelUnavailable before any launch of the three kernels.
     """
     tensors = query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value
     key_of_plan = (
@@ -731,7 +711,7 @@ def backward(
         _plans[key_of_plan] = found
     if isinstance(found, KernelUnavailable):
         raise KernelUnavailable(str(found))
-    found(*tensors, mask, dropout_seed, delta, made)
+    found(*tensors, mask, dropout_seed, delta, made, first_head)
     return found
 
 

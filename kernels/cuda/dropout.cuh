@@ -69,6 +69,7 @@ struct DropoutKeysParams {
   uint32_t* keys;
   const uint64_t* seed;
   int rows, columns;  // padded
+  int first_head, unused;
 };
 __device__ __forceinline__ void write_dropout_keys(const DropoutKeysParams& params) {
   const int blocks = (params.rows + params.columns) / DROPOUT_PITCH;
@@ -76,6 +77,6 @@ __device__ __forceinline__ void write_dropout_keys(const DropoutKeysParams& para
   const bool of_keys = position >= params.rows;
   // Queries q and q + 8 have one word.
   const int index = of_keys ? position - params.rows : position & ~8;
-  const uint32_t word = philox(*params.seed, index, head, of_keys);
+  const uint32_t word = philox(*params.seed, index, params.first_head + head, of_keys);
   params.keys[(int64_t)head * (params.rows + params.columns) + position] = word ^ word >> 16;
 }

@@ -37,6 +37,8 @@ class DropoutKeysParams(ctypes.Structure):
         ("seed", ctypes.c_void_p),  # int64
         ("rows", ctypes.c_int32),  # padded, as the columns
         ("columns", ctypes.c_int32),
+        ("first_head", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
     ]
 
 
@@ -44,6 +46,15 @@ def params_of(dropout_p: float) -> DropoutParams:
     """Those of a probability; the address of the table is the call's."""
     threshold = min(round(dropout_p * 2**16), 2**16 - 1) << 16
     return DropoutParams(threshold=threshold, scale=1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
+
+
+def table_bytes(batch_heads: int, seqlen_q: int, seqlen_k: int) -> int:
+    """Of the table of calls of one shape."""
+    return 4 * batch_heads * sum(_padded(seqlen_q, seqlen_k))
+
+
+def _padded(*lengths: int) -> list[int]:
+    return [math.ceil(length / PITCH) * PITCH for length in lengths]
 
 
 def _empty(size: int, device: torch.device) -> torch.Tensor:
@@ -61,7 +72,7 @@ class Keys:
     def __init__(
         self, function: ctypes.c_void_p, batch_heads: int, seqlen_q: int, seqlen_k: int, device: torch.device
     ) -> None:
-        rows, columns = (math.ceil(length / PITCH) * PITCH for length in (seqlen_q, seqlen_k))
+        rows, columns = _padded(seqlen_q, seqlen_k)
         self._function = function
         self._device = device
         self._size = batch_heads * (rows + columns)
@@ -69,10 +80,10 @@ class Keys:
         self._config = driver.LaunchConfig((self._size // PITCH, 1, 1), (PITCH, 1, 1), 0, None, None, 0)
         self._frames: list[driver.Frame] = []
 
-    def make(self, seed: torch.Tensor, device_index: int, stream: int) -> torch.Tensor:
+    def make(self, seed: torch.Tensor, device_index: int, stream: int, first_head: int = 0) -> torch.Tensor:
         """A new table for a seed, int64 [1], by a launch on this stream, the current one of the current device.
 
-        Raises driver.DriverError.
+        first_head: the number of its first head among those of a larger call. Raises driver.DriverError.
         """
         keys = _empty(self._size, self._device)
         try:
@@ -80,6 +91,7 @@ class Keys:
         except IndexError:
             frame = driver.Frame([self._config], self._params)
         frame.params.keys, frame.params.seed = keys.data_ptr(), seed.data_ptr()
+        frame.params.first_head = first_head
         launch_counts[ENTRY] += 1
         driver.launch(frame.configs[0], self._function, frame.arguments, device_index, stream)
         self._frames.append(frame)

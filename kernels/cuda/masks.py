@@ -176,6 +176,16 @@ class KeyLists:
         return lists
 
 
+def most_query_list_bytes(mask: torch.Tensor, seqlen_q: int, seqlen_k: int) -> int:
+    """What ``QueryLists`` of a mask, as of ``KeyLists``, take at most, whatever their tile."""
+    planes = math.prod(size if stride else 1 for size, stride in zip(mask.shape[:2], mask.stride()[:2]))
+    rows = mask.size(2) if mask.stride(2) else 1
+    bits = math.ceil(rows / 128) * 128 * math.ceil(seqlen_k / 128) * 128 // 8
+    mask_q_tiles, q_tiles, k_tiles = (math.ceil(length / 64) for length in (rows, seqlen_q, seqlen_k))
+    # Numbers of query tiles, contents, and whether the lowest number hides.
+    return planes * (bits + 4 * k_tiles * (2 + q_tiles) + mask_q_tiles * (k_tiles + 1)) + 16
+
+
 class QueryLists:
     """The lists of one call's mask for the backward, and its bits where tiles are mixed: of the mask's own planes only.
 

@@ -32,7 +32,7 @@ from test_gpu_cuda_masks import pytestmark
 from torch import Tensor
 
 from torch_flashbackend import ops
-from torch_flashbackend.kernels.cuda import backward, forward
+from torch_flashbackend.kernels.cuda import backward, backward_parts, forward
 
 from common import Call, block_pattern, check, expect, gradient_for, results_of, simple_call
 
@@ -324,7 +324,7 @@ def test_rows_and_columns_that_see_nothing_have_gradients_of_zero(hopper, name, 
 @pytest.mark.parametrize(("own_heads", "mask_grad"), [(False, False), (True, False), (True, True)])
 def test_some_batches_or_heads_at_a_time(check_gradients, monkeypatch, sizes, own_heads, mask_grad):
     """Of a single batch some heads. The last part is smaller than the others."""
-    monkeypatch.setattr(backward, "batches_at_a_time", lambda *_: 3)
+    monkeypatch.setattr(backward_parts, "batches_at_a_time", lambda query, *_: 3 if query.size(0) > 1 else 0)
     batch, heads, kv_heads = sizes
     shape = batch, heads if own_heads else 1, 512, 512
     mask = float_mask(pattern("random", 512, 512).expand(shape), "bias", BFLOAT)
@@ -338,7 +338,7 @@ def test_some_batches_or_heads_at_a_time(check_gradients, monkeypatch, sizes, ow
 @pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(4, 16, 16), (2, 32, 8), (1, 32, 32)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_memory_is_at_most_stocks(plugin, hopper, monkeypatch, head_dim, batch, heads, kv_heads, kind):
-    monkeypatch.setattr(backward, "batches_at_a_time", BATCHES_AT_A_TIME)
+    monkeypatch.setattr(backward_parts, "batches_at_a_time", BATCHES_AT_A_TIME)
     mask = float_mask(pattern("causal", 2048, 2048).expand(batch, 1, -1, -1), kind, BFLOAT)
     shapes = [(batch, number, 2048, head_dim) for number in (heads, kv_heads, kv_heads)]
     leaves = [torch.randn(shape, device="cuda", dtype=BFLOAT, requires_grad=True) for shape in shapes]

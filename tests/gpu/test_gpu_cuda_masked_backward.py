@@ -26,7 +26,7 @@ from test_gpu_cuda_masks import (
 from torch import Tensor
 
 from torch_flashbackend import ops, reference
-from torch_flashbackend.kernels.cuda import backward
+from torch_flashbackend.kernels.cuda import backward_parts
 
 from common import (
     Call,
@@ -42,13 +42,13 @@ __all__ = ["hopper", "pytestmark"]  # a fixture and the marks of this file too
 
 RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "100"))
 CHUNK = 20
-BATCHES_AT_A_TIME = backward.batches_at_a_time
+BATCHES_AT_A_TIME = backward_parts.batches_at_a_time
 
 
 @pytest.fixture(autouse=True)
 def all_batches_at_once(monkeypatch):
     """Here whatever memory it takes, so that small calls reach the kernel too."""
-    monkeypatch.setattr(backward, "batches_at_a_time", lambda query, *_: query.size(0))
+    monkeypatch.setattr(backward_parts, "batches_at_a_time", lambda query, *_: query.size(0))
 
 
 @pytest.fixture
@@ -315,12 +315,14 @@ def test_a_captured_graph_lists_the_mask_of_each_replay(hopper, note):
 
 
 @pytest.mark.parametrize("rows", [1, 4096])
-@pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(4, 16, 16), (2, 32, 8), (2, 32, 32)])
-def test_memory_is_at_most_stocks(plugin, monkeypatch, rows, batch, heads, kv_heads):
-    """Some batches at a time, or on Triton's kernels."""
-    monkeypatch.setattr(backward, "batches_at_a_time", BATCHES_AT_A_TIME)
-    mask = pattern("padding", 4096, 4096)[:, :, :rows].expand(batch, 1, -1, -1).contiguous()
-    shapes = [(batch, number, 4096, 128) for number in (heads, kv_heads, kv_heads)]
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("length", [4096, 1000])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(4, 16, 16), (2, 32, 8), (2, 32, 32), (1, 16, 16)])
+def test_memory_is_at_most_stocks(plugin, monkeypatch, rows, batch, heads, kv_heads, length, dropout_p):
+    """Some batches or heads at a time, or on Triton's kernels."""
+    monkeypatch.setattr(backward_parts, "batches_at_a_time", BATCHES_AT_A_TIME)
+    mask = pattern("padding", length, length)[:, :, :rows].expand(batch, 1, -1, -1).contiguous()
+    shapes = [(batch, number, length, 128) for number in (heads, kv_heads, kv_heads)]
     leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     grad_out = torch.randn_like(leaves[0])
 
@@ -330,7 +332,7 @@ def test_memory_is_at_most_stocks(plugin, monkeypatch, rows, batch, heads, kv_he
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         out = torch.nn.functional.scaled_dot_product_attention(
-            *leaves, attn_mask=mask, enable_gqa=heads != kv_heads
+            *leaves, attn_mask=mask, dropout_p=dropout_p, enable_gqa=heads != kv_heads
         )  # fmt: skip
         torch.autograd.grad(out, leaves, grad_out)
         torch.cuda.synchronize()
@@ -345,12 +347,19 @@ def test_memory_is_at_most_stocks(plugin, monkeypatch, rows, batch, heads, kv_he
         assert peak() <= stock
 
 
-@pytest.mark.parametrize("shape", [(4, 1, 512, 512), (1, 1, 512, 512), (4, 8, 512, 512)], ids=str)
-def test_some_batches_at_a_time(check_gradients, monkeypatch, shape):
-    monkeypatch.setattr(backward, "batches_at_a_time", lambda *_: 3)
-    batch, heads = 4, 8
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Three batches or key heads at a time."""
+    monkeypatch.setattr(backward_parts, "batches_at_a_time", lambda query, *_: 3 if query.size(0) > 1 else 0)
+
+
+@pytest.mark.parametrize("batch", [4, 1])
+@pytest.mark.parametrize("own", [(True, False), (False, False), (True, True)], ids=str)
+def test_some_batches_or_heads_at_a_time(check_gradients, in_parts, batch, own):
+    shape = batch if own[0] else 1, 8 if own[1] else 1, 512, 512
     mask = pattern("random", 512, 512).expand(shape).contiguous()
-    check_gradients(simple_call(batch, heads, 512, head_dim=128, kv_heads=4, attn_mask=mask))
+    check_gradients(simple_call(batch, 8, 512, head_dim=128, kv_heads=4, attn_mask=mask))
+    assert ops.launch_counts()["flash_backward"] == 2
 
 
 # -------------------------------------------------------------------------------------------------------------- dropout
@@ -423,6 +432,12 @@ def test_dropout(hopper_backward_ran, head_dim, is_causal, dropout_p):
 def test_dropout_beside_a_mask(hopper_backward_ran, head_dim, name):
     call = simple_call(2, 4, 333, 500, head_dim, kv_heads=2, attn_mask=pattern(name, 333, 500))
     check_dropout(call, 0.2)
+
+
+@pytest.mark.parametrize("batch", [4, 1])
+def test_dropout_beside_a_mask_in_parts(hopper_backward_ran, in_parts, batch):
+    mask = pattern("padding", 333, 500)
+    check_dropout(simple_call(batch, 8, 333, 500, 64, kv_heads=4, attn_mask=mask), 0.2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

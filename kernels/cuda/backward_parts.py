@@ -1,0 +1,119 @@
+"""A backward with a mask, in parts where all of it at once would take more memory than PyTorch's own kernel takes.
+
+A part is some of the batches, or some of the key heads of a single batch. May import torch and this folder. Imported by
+``torch_flashbackend/ops.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from . import dropout, masks
+from .backward import Plan, is_dense
+
+# Of a part: one that leaves much of the GPU idle costs more than Triton's kernels, which need no parts.
+_LEAST_BLOCKS = 256
+# The most that a tile of the kernels for masks has.
+_TILE_ROWS = _TILE_KEYS = 128
+_MOST_STATISTICS = 4  # float32 numbers of a query row: with a float mask
+
+
+class Parts(NamedTuple):
+    """How a call is cut. number: its batches, or its key heads where heads_as_batches; at_a_time: those of a part."""
+
+    number: int
+    at_a_time: int
+    heads_as_batches: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Is there but one part, and that the call as it is?"""
+        return self.at_a_time == self.number and not self.heads_as_batches
+
+
+def parts_of(query, key, value, mask, dropout_p: float) -> Parts | None:
+    """The parts of a call, mask [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1] or None; None: for Triton's kernels."""
+    batch, kv_heads = query.size(0), key.size(1)
+    at_a_time = batch if mask is None else batches_at_a_time(query, key, value, mask, dropout_p)
+    if at_a_time:
+        return Parts(batch, at_a_time)
+    if batch == 1 and kv_heads > 1:
+        heads = (_heads_as_batches(tensor, kv_heads) for tensor in (query, key, value, mask))
+        at_a_time = batches_at_a_time(*heads, dropout_p)
+    return Parts(kv_heads, at_a_time, heads_as_batches=True) if at_a_time else None
+
+
+def batches_at_a_time(query, key, value, mask, dropout_p: float) -> int:
+    """How many batches may be computed at a time, so that it takes no more memory than PyTorch's kernel for masks.
+
+    That one has (measured, beside inputs, outputs and logsumexp) float32 sums of the query's gradient and delta, a bool
+    mask as one of 16 bits, and keys and values repeated for the query heads that share them. 0 where a single batch
+    takes more, or parts are so small that others are faster.
+    """
+    batch, heads, seqlen_q, head_dim = query.shape
+    seqlen_k = key.size(2)
+    theirs = 4 * batch * heads * seqlen_q * (head_dim + 1)
+    if mask.dtype == torch.bool:
+        theirs += 2 * math.prod(size for size, stride in zip(mask.shape, mask.stride(), strict=True) if stride)
+    if heads != key.size(1):
+        theirs += 2 * batch * heads * seqlen_k * (head_dim + value.size(3))
+    rows = math.ceil(seqlen_q / _TILE_ROWS) * _TILE_ROWS
+    ours = 4 * heads * rows * math.ceil(head_dim / 16) * 16
+    if not is_dense(query[:1]):  # nor will its gradient be, which else has room for the rows' statistics
+        ours += 4 * heads * rows * _MOST_STATISTICS
+    if dropout_p > 0.0:
+        ours += dropout.table_bytes(heads, seqlen_q, seqlen_k)
+    lists = masks.most_query_list_bytes(mask, seqlen_q, seqlen_k)
+    if mask.size(0) == 1 or mask.stride(0) == 0:
+        theirs -= lists
+    else:
+        ours += lists // batch
+    most = min(theirs // ours, batch)
+    if most <= 0:
+        return 0
+    even = math.ceil(batch / math.ceil(batch / most))
+    blocks = even * key.size(1) * math.ceil(seqlen_k / _TILE_KEYS)
+    return even if even == batch or blocks >= _LEAST_BLOCKS else 0
+
+
+def backward_in_parts(
+    backward: Callable[..., Plan], parts: Parts, grad_out, query, key, value, out, logsumexp, is_causal, softmax_scale,
+    grad_query, grad_key, grad_value, deterministic, mask, dropout_p, dropout_seed, delta=None,
+) -> Plan:  # fmt: skip
+    """``backward`` of backward.py for each part, its arguments and delta as there; the plan of the last part."""
+    number, at_a_time, heads_as_batches = parts
+    tensors = grad_out, query, key, value, out, grad_query, grad_key, grad_value, mask, delta
+    heads = query.size(1)
+    if heads_as_batches:
+        heads //= number
+        tensors = tuple(_heads_as_batches(tensor, number) for tensor in tensors)
+        logsumexp = logsumexp.unflatten(-2, (number, heads)).squeeze(-4)
+    of_batches = logsumexp.dim() - 3
+    # A mask that all parts share is looked at once.
+    shared = at_a_time < number and mask is not None and tensors[-2].size(0) == 1
+    options: dict[str, Any] = {"made": []} if shared else {}
+    for first in range(0, number, at_a_time):
+        count = min(at_a_time, number - first)
+        *inputs, of_query, of_key, of_value, of_mask, of_delta = (
+            tensor if tensor is None or tensor.size(0) == 1 else tensor.narrow(0, first, count) for tensor in tensors
+        )
+        if of_delta is not None:
+            options["delta"] = of_delta
+        if first and dropout_p > 0.0:
+            options["first_head"] = first * heads
+        plan = backward(
+            *inputs, logsumexp.narrow(of_batches, first, count), is_causal, softmax_scale, of_query, of_key, of_value,
+            deterministic, of_mask, dropout_p, dropout_seed, **options,
+        )  # fmt: skip
+    return plan
+
+
+def _heads_as_batches(tensor: torch.Tensor | None, kv_heads: int) -> torch.Tensor | None:
+    """Of one batch: [1, H, ...] as [Hkv, H / Hkv, ...], unless it has one head for all."""
+    if tensor is None or tensor.size(1) == 1:
+        return tensor
+    return tensor[0].unflatten(0, (kv_heads, -1))
