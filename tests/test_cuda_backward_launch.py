@@ -526,7 +526,7 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
             grad.fill_(3.0)
 
     hopper = SimpleNamespace(
-        backward=fake, suits=backward.suits, sums_fit=backward.sums_fit, extras_fit=backward.extras_fit,
+        backward=fake, suits=backward.suits, extras_fit=backward.extras_fit,
         recent=Recent(), Repeat=backward.Repeat,
     )  # fmt: skip
     monkeypatch.setattr(backward_parts, "batches_at_a_time", lambda query, *_: query.size(0))
@@ -611,10 +611,10 @@ def test_heads_of_a_single_batch_are_its_parts_where_it_does_not_fit_whole():
         mask = torch.empty(mask_shape, dtype=dtype, device="meta")
         return backward_parts.parts_of(query, query[:, :kv_heads], query[:, :kv_heads], mask, 0.0)
 
-    assert parts(16, (1, 1, 4096, 4096), torch.bool) == (1, 1, False)
-    assert parts(16, (1, 1, 4096, 4096), torch.bfloat16) == (16, 8, True)
-    assert parts(16, (1, 16, 4096, 4096), torch.bfloat16) == (16, 8, True)
-    assert parts(4, (1, 1, 4096, 4096), torch.bfloat16) == (1, 1, False)  # stock repeats keys and values
+    assert parts(16, (1, 1, 4096, 4096), torch.bool) == (1, 1, "batches")
+    assert parts(16, (1, 1, 4096, 4096), torch.bfloat16) == (16, 8, "key heads")
+    assert parts(16, (1, 16, 4096, 4096), torch.bfloat16) == (16, 8, "key heads")
+    assert parts(4, (1, 1, 4096, 4096), torch.bfloat16) == (1, 1, "batches")  # stock repeats keys and values
     assert parts(1, (1, 16, 4096, 4096), torch.bfloat16) is None
 
 
@@ -650,6 +650,44 @@ def test_a_backward_in_parts_fills_all_of_the_gradients(monkeypatch):
     assert parts == [(2, (2, 1, 5, 5)), (1, (1, 1, 5, 5))]
     for grad in grads[:3]:
         assert (grad[:2] == 1.0).all() and (grad[2:] == 2.0).all()
+
+
+@pytest.mark.parametrize("needs_query", [True, False])
+def test_long_groups_are_added_up_head_by_head(monkeypatch, needs_query):
+    """In one accumulator as many rows as are accurate; the parts' sums are rounded once more, as PyTorch's are."""
+    shapes = []
+
+    def fake(grad_out, query, key, value, out, lse, is_causal, scale, *grads_and_mode):
+        shapes.append(tuple(query.shape))
+        assert lse.is_contiguous() and lse.shape == query.shape[:3]
+        found = reference.attention_backward(grad_out, query, key, value, None, 0.0, is_causal, scale, None, out, lse)
+        for grad, like in zip(grads_and_mode[:3], found):
+            if grad is not None:
+                grad.copy_(like)
+
+    monkeypatch.setattr(backward, "backward", fake)
+    monkeypatch.setattr(backward, "MAX_SUM_ROWS", 20)
+    monkeypatch.setattr(ops, "_hopper_backward", lambda: backward)
+    query, key, value = (sample(2, heads, 8, 16, seed=heads).detach().float() for heads in (6, 2, 2))
+    out, logsumexp = ops._attention_forward_math(query, key, value, None, None, 0.0, True, 0.25, "query")
+    arguments = torch.randn_like(query), query, key, value, None, out, logsumexp, None, 0.0, True, 0.25
+    grads = ops._gradients_cuda(*arguments, (needs_query, True, True, False), "cuda")
+    assert shapes == [(2, 2, 8, 16)] * 3
+    wanted = reference.attention_backward(*arguments[:5], 0.0, True, 0.25, None, out, logsumexp)
+    assert (grads[0] is None) != needs_query
+    for grad, like in zip(grads[not needs_query : 3], wanted[not needs_query :]):
+        torch.testing.assert_close(grad, like)
+
+
+def test_what_is_too_long_for_parts_is_tritons(monkeypatch):
+    monkeypatch.setattr(backward, "MAX_SUM_ROWS", 20)
+    query, mask = torch.empty(1, 4, 8, 16), torch.empty(1, 1, 1, 8, dtype=torch.bool)
+    long = torch.empty(1, 4, 21, 16)
+    assert backward_parts.parts_of(query, query[:, :1], query[:, :1], None, 0.0) == (4, 1, "group")
+    assert backward_parts.parts_of(query, query[:, :1], query[:, :1], None, 0.1) is None
+    assert backward_parts.parts_of(query, query[:, :1], query[:, :1], mask, 0.0) is None
+    assert backward_parts.parts_of(long, query, query, None, 0.0) is None
+    assert backward_parts.parts_of(query, query, query, None, 0.1) == (1, 1, "batches")
 
 
 @pytest.mark.parametrize("batch", [3, 1])

@@ -204,7 +204,7 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
     # The Hopper backward gives no mask's gradient, but delta for the kernel that does.
     if backend == "cuda" and (mask is None or not is_causal) and (bias_gradient is not None or not needs_mask):
         deterministic = _torch.deterministic_enabled()
-        fits = hopper.sums_fit(query, key) and hopper.extras_fit(query, value, mask, dropout_p, deterministic)
+        fits = hopper.extras_fit(query, value, mask, dropout_p, deterministic)
         parts = _hopper_parts().parts_of(query, key, value, mask, dropout_p) if fits else None
         if parts is not None and not hopper.suits(grad_out):
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)

@@ -141,9 +141,10 @@ def not_the_fastest_of_ours(problem: Problem, backend: str) -> Verdict | None:
     verdict, other = (_judge_all(problem, name, measured) for name in (SPECIAL, PORTABLE))
     if math.isnan(verdict.ratio):
         return None if verdict.take else verdict
-    slower = other.ratio > MARGIN * verdict.ratio
     if verdict.take:
-        slower = slower and other.take
+        slower = other.take and other.ratio > MARGIN * verdict.ratio
+    else:  # and stock is faster than these: so are the portable ones, unless they were measured to be no better
+        slower = not other.ratio <= MARGIN * verdict.ratio
     return _slower_than_portable(verdict, other) if slower else None
 
 

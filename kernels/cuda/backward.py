@@ -30,7 +30,7 @@ PREPARE, MAIN, FINISH = ENTRIES = ("flash_backward_prepare", "flash_backward", "
 MAX_HEAD_DIM = 256
 MAX_EXTRAS_HEAD_DIM = 128  # with a mask or dropout
 MAX_ORDERED_MASK_HEAD_DIM = 112  # with a mask in deterministic mode
-# wgmma cuts off what it adds up instead of rounding it; Triton's kernels add up longer sums in parts.
+# Query rows that one sum for a key may be of: wgmma cuts off what it adds up instead of rounding it.
 MAX_SUM_ROWS = forward.MAX_SEQLEN_K
 
 for _entry in ENTRIES:
@@ -343,11 +343,6 @@ def _saves_sums(spec: Specialisation, key_heads: int, seqlen_k: int, num_sms: in
 
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
-
-
-def sums_fit(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Are there few enough query rows for each key that adding them up in one accumulator is accurate?"""
-    return query.size(2) * (query.size(1) // key.size(1)) <= MAX_SUM_ROWS
 
 
 def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> bool:

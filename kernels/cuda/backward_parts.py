@@ -1,7 +1,8 @@
-"""A backward with a mask, in parts where all of it at once would take more memory than PyTorch's own kernel takes.
+"""A backward in parts, where all of it at once would take more memory than PyTorch's own kernel, or add up too much.
 
-A part is some of the batches, or some of the key heads of a single batch. May import torch and this folder. Imported by
-``torch_flashbackend/ops.py``.
+With a mask, a part is some of the batches, or some of the key heads of a single batch. Where the query heads that share
+a key head have more rows together than one accumulator may add up, it is one of these query heads of each key head. May
+import torch and this folder. Imported by ``torch_flashbackend/ops.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import dropout, masks
+from . import backward as whole
 from .backward import Plan, is_dense
 
 # Of a part: one that leaves much of the GPU idle costs more than Triton's kernels, which need no parts.
@@ -23,28 +25,35 @@ _MOST_STATISTICS = 4  # float32 numbers of a query row: with a float mask
 
 
 class Parts(NamedTuple):
-    """How a call is cut. number: its batches, or its key heads where heads_as_batches; at_a_time: those of a part."""
+    """How a call is cut. number: of what it is cut into; at_a_time: how many of them are a part.
+
+    of: what they are: "batches", "key heads" of a single batch, or query heads of each "group" that shares a key head.
+    """
 
     number: int
     at_a_time: int
-    heads_as_batches: bool = False
+    of: str = "batches"
 
     @property
     def is_whole(self) -> bool:
         """Is there but one part, and that the call as it is?"""
-        return self.at_a_time == self.number and not self.heads_as_batches
+        return self.at_a_time == self.number and self.of == "batches"
 
 
 def parts_of(query, key, value, mask, dropout_p: float) -> Parts | None:
     """The parts of a call, mask [B or 1, H or 1, seqlen_q or 1, seqlen_k or 1] or None; None: for Triton's kernels."""
     batch, kv_heads = query.size(0), key.size(1)
+    group = query.size(1) // kv_heads
+    if query.size(2) * group > whole.MAX_SUM_ROWS:
+        is_plain = mask is None and dropout_p == 0.0
+        return Parts(group, 1, "group") if is_plain and query.size(2) <= whole.MAX_SUM_ROWS else None
     at_a_time = batch if mask is None else batches_at_a_time(query, key, value, mask, dropout_p)
     if at_a_time:
         return Parts(batch, at_a_time)
     if batch == 1 and kv_heads > 1:
         heads = (_heads_as_batches(tensor, kv_heads) for tensor in (query, key, value, mask))
         at_a_time = batches_at_a_time(*heads, dropout_p)
-    return Parts(kv_heads, at_a_time, heads_as_batches=True) if at_a_time else None
+    return Parts(kv_heads, at_a_time, "key heads") if at_a_time else None
 
 
 def batches_at_a_time(query, key, value, mask, dropout_p: float) -> int:
@@ -85,10 +94,15 @@ def backward_in_parts(
     grad_query, grad_key, grad_value, deterministic, mask, dropout_p, dropout_seed, delta=None,
 ) -> Plan:  # fmt: skip
     """``backward`` of backward.py for each part, its arguments and delta as there; the plan of the last part."""
-    number, at_a_time, heads_as_batches = parts
+    number, at_a_time, of = parts
+    if of == "group":
+        return _backward_of_groups(
+            backward, number, grad_out, query, key, value, out, logsumexp, is_causal, softmax_scale, grad_query,
+            grad_key, grad_value, deterministic,
+        )  # fmt: skip
     tensors = grad_out, query, key, value, out, grad_query, grad_key, grad_value, mask, delta
     heads = query.size(1)
-    if heads_as_batches:
+    if of == "key heads":
         heads //= number
         tensors = tuple(_heads_as_batches(tensor, number) for tensor in tensors)
         logsumexp = logsumexp.unflatten(-2, (number, heads)).squeeze(-4)
@@ -109,6 +123,31 @@ def backward_in_parts(
             *inputs, logsumexp.narrow(of_batches, first, count), is_causal, softmax_scale, of_query, of_key, of_value,
             deterministic, of_mask, dropout_p, dropout_seed, **options,
         )  # fmt: skip
+    return plan
+
+
+def _backward_of_groups(
+    backward: Callable[..., Plan], group: int, grad_out, query, key, value, out, logsumexp, is_causal, softmax_scale,
+    grad_query, grad_key, grad_value, deterministic,
+) -> Plan:  # fmt: skip
+    """One query head of each key head at a time; what they say of keys and values is added up in float32."""
+    members = [
+        None if tensor is None else tensor.unflatten(1, (-1, group))
+        for tensor in (grad_out, query, out, grad_query, logsumexp)
+    ]
+    sums = [torch.zeros_like(grad, dtype=torch.float32) for grad in (grad_key, grad_value)]
+    for member in range(group):
+        of_out, of_query, output, grad, rows = (
+            tensor if tensor is None else tensor.select(2, member) for tensor in members
+        )
+        plan = backward(
+            of_out, of_query, key, value, output, rows.contiguous(), is_causal, softmax_scale, grad, grad_key,
+            grad_value, deterministic, None, 0.0, None,
+        )  # fmt: skip
+        for total, part in zip(sums, (grad_key, grad_value), strict=True):
+            total += part
+    grad_key.copy_(sums[0])
+    grad_value.copy_(sums[1])
     return plan
 
 

@@ -161,6 +161,21 @@ def test_grouped_queries(check_gradients, form, heads, kv_heads, is_causal, head
     check_gradients(simple_call(2, heads, 200, 300, head_dim, kv_heads=kv_heads, is_causal=is_causal))
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_groups_too_long_for_one_sum(check_gradients, monkeypatch, head_dim, is_causal, layout):
+    """One query head of each group at a time."""
+    from torch_flashbackend import ops
+    from torch_flashbackend.kernels.cuda import backward
+
+    monkeypatch.setattr(backward, "MAX_SUM_ROWS", 1000)
+    call = simple_call(2, 6, 500, 700, head_dim, kv_heads=2, is_causal=is_causal)
+    call.query = tensor_in_layout(call.query.shape, layout, call.query.dtype, "cuda", 3)
+    check_gradients(call)
+    assert ops.launch_counts()["flash_backward"] == 3
+
+
 @pytest.mark.parametrize("layout", ALIGNED_LAYOUTS)
 @pytest.mark.parametrize("grad_layout", [*ALIGNED_LAYOUTS, *COPIED_LAYOUTS])
 def test_layouts(check_gradients, layout, grad_layout):
