@@ -12,7 +12,8 @@ Imported by attention.py, special.py and overhead.py. How a number comes about:
 * Eager time: what a program waits for. Wall clock over a batch of calls that ends in a synchronisation, divided by
   their number: the larger of CPU and GPU time.
 * A/A: one contender is measured a second time under another name. The ratio of the two is the noise of the row; a
-  difference below it is nothing. It is flagged when it leaves 1 +- AA_LIMIT.
+  difference below it is nothing. Where it leaves 1 +- AA_LIMIT, as many rounds more are taken, for all contenders, to
+  MOST_SETS times as many in all; it is flagged where that is not enough. Medians are those of all rounds.
 * Data are random (zeros run faster), calls are warmed up, SM clock and power are sampled while a row is measured.
 * A GPU at its power limit takes a while to find the clock of what it runs: a turn of calls of SETTLED_MS or more begins
   with SETTLE_MS of calls that do not count.
@@ -46,7 +47,7 @@ from typing import Any
 
 import torch
 
-AA_LIMIT = 0.01
+AA_LIMIT, MOST_SETS = 0.01, 4
 FLUSH_BYTES = 128 * 2**20  # an H200's L2 is 50 MB, a B200's 126 MB
 SETTLED_MS, SETTLE_MS = 1.0, 30.0
 SPIN_CLOCK_HZ = 2.0e9  # an upper bound of SM clocks: the spin must not be shorter than asked
@@ -85,11 +86,15 @@ class Budget:
 
 
 class Meter:
-    """Measures runs on one device. `rounds` is the number of times that each contender has its turn."""
+    """Measures runs on one device. `rounds` is the number of times that each contender has its turn.
+
+    rounds_taken: how many it was in the last call of `gpu_times`.
+    """
 
     def __init__(self, device: str, rounds: int = 5, round_ms: float = 8.0) -> None:
         self.device = torch.device(device)
         self.rounds = rounds
+        self.rounds_taken = 0
         self.round_ms = round_ms
         self.cuda = self.device.type == "cuda"
         self._flush = torch.empty(FLUSH_BYTES if self.cuda else 1, dtype=torch.int8, device=self.device)
@@ -98,11 +103,20 @@ class Meter:
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
-    def gpu_times(self, runs: dict[str, Run]) -> dict[str, float]:
-        """Median milliseconds of GPU time per call, L2 cold, by contender."""
+    def gpu_times(self, runs: dict[str, Run], alike: tuple[str, str] | None = None) -> dict[str, float]:
+        """Median milliseconds of GPU time per call, L2 cold, by contender.
+
+        alike: two names of one contender, whose times are to agree within AA_LIMIT.
+        """
         plans = {name: self._plan(run) for name, run in runs.items()}
         samples: dict[str, list[float]] = {name: [] for name in runs}
-        for order in turns(list(runs), self.rounds):
+        sets = 1 if alike is None else MOST_SETS
+        for taken, order in enumerate(turns(list(runs), sets * self.rounds)):
+            if taken and taken % self.rounds == 0:
+                medians = {name: statistics.median(times) for name, times in samples.items()}
+                if alike is None or aa_report(medians, *alike)["within_limit"]:
+                    break
+            self.rounds_taken = taken + 1
             for name in order:
                 calls, settling, spin_s = plans[name]
                 with runs[name].context():

@@ -42,8 +42,9 @@ def measure_case(case: Case, names: list[str], meter: Meter, clocks: ClockLog, l
                 continue
             first = "default" if "default" in runs else next(iter(runs))
             runs[first + AGAIN] = runs[first]
-            times = meter.gpu_times(runs)
-            row.setdefault("aa", {})[name] = aa_report(times, first, first + AGAIN)
+            times = meter.gpu_times(runs, (first, first + AGAIN))
+            report = aa_report(times, first, first + AGAIN)
+            row.setdefault("aa", {})[name] = report | {"rounds": meter.rounds_taken}
             del times[first + AGAIN]
             row.setdefault("ms", {})[name] = {k: significant(t) for k, t in times.items()}
             row.setdefault("tflops", {})[name] = {k: significant(flops / t * 1e-9, 4) for k, t in times.items()}

@@ -287,8 +287,8 @@ def measure_case(case: VarlenCase, meter: Meter, clocks: ClockLog) -> dict[str, 
             continue
         first = "default" if "default" in runs else next(iter(runs))
         runs[first + measure.AGAIN] = runs[first]
-        times = meter.gpu_times(runs)
-        row["aa"][name] = aa_report(times, first, first + measure.AGAIN)
+        times = meter.gpu_times(runs, (first, first + measure.AGAIN))
+        row["aa"][name] = aa_report(times, first, first + measure.AGAIN) | {"rounds": meter.rounds_taken}
         del times[first + measure.AGAIN]
         row["ms"][name] = {key: significant(t) for key, t in times.items()}
         row["tflops"][name] = {key: significant(flops / t * 1e-9, 4) for key, t in times.items()}

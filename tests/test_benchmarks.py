@@ -150,6 +150,30 @@ def test_meter_on_a_cpu_orders_fast_and_slow():
     assert meter.peak_memory(runs["small"]) is None
 
 
+def test_rounds_go_on_until_a_contender_agrees_with_itself():
+    meter, names = harness.Meter("cpu", rounds=2, round_ms=0.1), []
+    runs = {name: harness.Run(lambda name=name: names.append(name)) for name in ("one", "again")}
+
+    def timed(disturbed):
+        taken = collections.Counter()
+
+        def calls(call, *_):
+            call()
+            taken[names[-1]] += 1
+            return [1.5 if names[-1] == "again" and taken["again"] <= disturbed else 1.0]
+
+        return calls
+
+    for disturbed, rounds in ((0, 2), (2, 6), (9, 8)):
+        meter._timed_calls = timed(disturbed)
+        times = meter.gpu_times(runs, ("one", "again"))
+        assert meter.rounds_taken == rounds
+        assert times == {"one": 1.0, "again": 1.5 if disturbed == 9 else 1.0}
+    meter._timed_calls = timed(9)
+    meter.gpu_times(runs)
+    assert meter.rounds_taken == 2
+
+
 def test_results_are_valid_json_after_every_row(tmp_path):
     path = tmp_path / "deep" / "file.json"
     results = harness.Results(path, "special", ENVIRONMENT, {"rounds": 5, "out": path})

@@ -100,7 +100,8 @@ def hopper(monkeypatch):
         return call
 
     stand_in = SimpleNamespace(
-        backward=backward, suits=hopper_backward.suits, extras_fit=hopper_backward.extras_fit, recent=plans.Recent(), Repeat=hopper_backward.Repeat,
+        backward=backward, suits=hopper_backward.suits, extras_fit=hopper_backward.extras_fit, recent=plans.Recent(),
+        Repeat=hopper_backward.Repeat,
     )  # fmt: skip
     monkeypatch.setattr(ops, "_hopper", lambda: SimpleNamespace(plan=plan))
     monkeypatch.setattr(ops, "_hopper_backward", lambda: stand_in)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import dropout, masks
 from . import backward as whole
+from . import dropout, masks
 from .backward import Plan, is_dense
 
 # Of a part: one that leaves much of the GPU idle costs more than Triton's kernels, which need no parts.
