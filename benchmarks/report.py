@@ -1,10 +1,10 @@
-"""Fills the README's results section from the files in benchmarks/results/, and draws their plot.
+"""Fills the README's results section and benchmarks/RESULTS.md from the files in benchmarks/results/, and draws a plot.
 
-    python -m benchmarks.report            # writes README.md and benchmarks/results/<gpu>_attention.svg
-    python -m benchmarks.report --check    # ends with 1 if README.md does not say what the files say
+    python -m benchmarks.report            # writes both texts and benchmarks/results/<gpu>_attention.svg
+    python -m benchmarks.report --check    # ends with 1 if they do not say what the files say
 
-Numbers in the README are never typed: they stand between two markers that this script rewrites. The text needs the
-standard library only, the plot needs matplotlib (extra `bench`).
+Numbers are never typed: in the README they stand between two markers that this script rewrites, RESULTS.md is its own.
+The text needs the standard library only, the plot needs matplotlib (extra `bench`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.harness import OURS, RESULTS_DIRECTORY, RESULTS_FORMAT, ROOT, by_backend, say, slug
 
 README = ROOT / "README.md"
+DETAILS = ROOT / "benchmarks" / "RESULTS.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 NOTHING = (
     "No results file is committed yet. `make bench` on a GPU writes one, "
@@ -37,6 +38,8 @@ PEERS = {
     "flash": "its FlashAttention-2",
     "fa4": "FlashAttention-4",
 }
+# What the README shows of special.py: of these groups the calls of this length and above.
+FRONT_GROUPS, FRONT_SEQLEN = ("mask", "head_dim", "dropout", "float32"), 2048
 # What the groups of special.py are called in the table.
 GROUPS = {
     "mask": "masks and biases, S = 4096, D = 128",
@@ -97,14 +100,22 @@ def merged(several: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def section(directory: Path) -> str:
-    """The Markdown between the markers."""
+    """The Markdown between the README's markers: what most readers want to know."""
     results = load_results(directory)
     if not results:
         return NOTHING
-    return "\n\n".join(part for gpu in sorted(results) for part in _gpu_parts(gpu, results[gpu], directory))
+    parts = [part for gpu in sorted(results) for part in _front(gpu, results[gpu], directory)]
+    return "\n\n".join([*parts, "All that was measured, row by row: [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."])
 
 
-def _gpu_parts(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> list[str]:
+def details(directory: Path) -> str:
+    """The Markdown of RESULTS.md: all that was measured and does not stand in the README."""
+    results = load_results(directory)
+    parts = [part for gpu in sorted(results) for part in _details(gpu, results[gpu])]
+    return "\n\n".join(["# Measured", *(parts or [NOTHING])]) + "\n"
+
+
+def _environment(gpu: str, kinds: dict[str, dict[str, Any]]) -> str:
     facts = next(iter(kinds.values()))["environment"]
     versions = [f"torch {facts['torch']}"]
     versions += [f"cuDNN {facts['cudnn']}"] if facts.get("cudnn") else []
@@ -112,7 +123,14 @@ def _gpu_parts(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> l
     commits = list(dict.fromkeys(commit for data in kinds.values() for commit in data["commits"]))
     versions += [f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"]
     name = f"{gpu}, {facts['sm_count']} SMs" if facts.get("sm_count") else gpu
-    parts = [f"**{name}** ({', '.join(versions)}, {facts['date']})"]
+    return f"**{name}** ({', '.join(versions)}, {facts['date']})"
+
+
+def _front(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> list[str]:
+    shown = {kind: kinds[kind] for kind in ("training", "attention", "special") if kind in kinds}
+    parts = [_environment(gpu, shown or kinds)]
+    if "training" in kinds:
+        parts += _training(kinds["training"]["rows"])
     if "attention" in kinds:
         parts += _attention(kinds["attention"]["rows"])
         plot = directory / f"{slug(gpu)}_attention.svg"
@@ -120,24 +138,27 @@ def _gpu_parts(gpu: str, kinds: dict[str, dict[str, Any]], directory: Path) -> l
             parts.append(f"![TFLOP/s by sequence length]({plot.relative_to(ROOT)})")
     if "special" in kinds:
         parts += _special(kinds["special"]["rows"])
-    if "decode" in kinds:
-        parts += _decode(kinds["decode"]["rows"])
-    if "varlen" in kinds:
-        parts += _varlen(kinds["varlen"]["rows"])
+    return parts
+
+
+def _details(gpu: str, kinds: dict[str, dict[str, Any]]) -> list[str]:
+    parts = [_environment(gpu, kinds)]
+    if "attention" in kinds:
+        rows = kinds["attention"]["rows"]
+        parts += _beyond_grid([row for row in rows if row["case"]["group"] != "grid"])
+    if "special" in kinds:
+        parts += _special_rows(kinds["special"]["rows"])
     if "overhead" in kinds:
         parts += _overhead(kinds["overhead"]["rows"])
         left_out = kinds["overhead"].get("not_measured") or []
         parts += [f"Not measured in this run: {', '.join(left_out)}."] if left_out else []
-    if "batch_invariance" in kinds:
-        parts += _batch_invariance(kinds["batch_invariance"]["rows"])
-    if "training" in kinds:
-        parts += _training(kinds["training"]["rows"])
-    if "memory" in kinds:
-        parts += _memory_by_length(kinds["memory"]["rows"])
-    if "generate" in kinds:
-        parts += _generate(kinds["generate"]["rows"])
-    if "encoder" in kinds:
-        parts += _encoder(kinds["encoder"]["rows"])
+    simple = {
+        "decode": _decode, "varlen": _varlen, "batch_invariance": _batch_invariance, "memory": _memory_by_length,
+        "generate": _generate, "encoder": _encoder,
+    }  # fmt: skip
+    for kind, tables in simple.items():
+        if kind in kinds:
+            parts += tables(kinds[kind]["rows"])
     if "architectures" in kinds:
         parts += _architectures(kinds["architectures"])
     return parts
@@ -177,7 +198,6 @@ def _attention(all_rows: list[dict[str, Any]]) -> list[str]:
                 text += f", {geometric_mean(best[name]):.2f} times the best of its peers (worst {min(best[name]):.2f}"
                 text += f"): {', '.join(_peers(rows, name))}"
             lines.append(text + ".")
-    lines += _beyond_grid([row for row in all_rows if row["case"]["group"] != "grid"])
     memory = _memory(all_rows)
     return [*lines, *([memory] if memory else [])]
 
@@ -219,7 +239,8 @@ def _beyond_grid(rows: list[dict[str, Any]]) -> list[str]:
                 cells += ["-", "-"]
         body.append(cells)
     head = ["call", "forward", "to the best peer", "backward", "to the best peer"]
-    return ["Grouped queries, and queries and keys of different length, as above.", _table(head, body)] if body else []
+    what = "Grouped queries, and queries and keys of different length: TFLOP/s of ours (times PyTorch's default)."
+    return [what, _table(head, body)] if body else []
 
 
 def _fastest(row: dict[str, Any], name: str, values: dict[str, float]) -> float | None:
@@ -230,26 +251,46 @@ def _fastest(row: dict[str, Any], name: str, values: dict[str, float]) -> float 
 
 
 def _special(rows: list[dict[str, Any]]) -> list[str]:
-    head = ["calls", "number", "forward: mean", "worst", "forward and backward: mean", "worst", "refused by PyTorch"]
+    """What a mask, a bias, dropout and other head dimensions cost: the large calls, GPU time."""
     body = []
-    for group, title in GROUPS.items():
-        members = [row for row in rows if row["case"]["group"] == group]
-        if not members:
+    for row in rows:
+        case = row["case"]
+        if case["group"] not in FRONT_GROUPS or case["seqlen_k"] < FRONT_SEQLEN:
             continue
         cells = []
-        for name in ("forward", "training"):
-            times = [row["eager_us"].get(name, {}) for row in members]
-            found = [t["default"] / min(t[b] for b in OURS if b in t) for t in times if _has_both(t)]
-            cells += [f"{geometric_mean(found):.2f}", f"{min(found):.2f}"] if found else ["-", "-"]
-        refused = sum("default" in row["refused"] for row in members)
-        body.append([title, str(len(members)), *cells, str(refused)])
-    lines = [
-        "Other calls: PyTorch's eager time over ours, CPU and GPU together, where ours runs. "
-        "By itself a call is ours only where this was measured to be faster."
-    ]
-    lines.append(_table(head, body))
+        for name in PASSES:
+            times = row.get("ms", {}).get(name, {})
+            ours = [times[backend] for backend in OURS if backend in times]
+            good = bool(ours) and "default" in times
+            cells += [f"{min(ours):.3g}", f"{times['default'] / min(ours):.2f}"] if good else ["-", "-"]
+        body.append([row["label"].split(": ", 1)[1], *cells])
+    head = ["call", "forward, ms", "times PyTorch's default", "backward, ms", "times PyTorch's default"]
+    lines = ["Masks, biases, dropout and other head dimensions, GPU time.", _table(head, body)] if body else []
     memory = _memory(rows)
     return [*lines, *([memory] if memory else [])]
+
+
+def _special_rows(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each call, as forced kernels of ours run it."""
+    lines = [
+        "PyTorch's time over ours, of the faster of our backends whether or not the automatic route takes the call: on "
+        "the GPU, and of an eager program (CPU and GPU together), which is what decides about the route."
+    ]
+    head = ["call", "forward, GPU", "backward, GPU", "forward, eager", "forward and backward, eager"]
+    for group, title in GROUPS.items():
+        body = []
+        for row in (row for row in rows if row["case"]["group"] == group):
+            times = [row.get("ms", {}).get(name, {}) for name in PASSES]
+            times += [row["eager_us"].get(name, {}) for name in ("forward", "training")]
+            body.append([row["label"].split(": ", 1)[1], *(_ratio_cell(found) for found in times)])
+        lines += [f"**{title[0].upper()}{title[1:]}**", _table(head, body)] if body else []
+    return lines
+
+
+def _ratio_cell(times: dict[str, float]) -> str:
+    if not _has_both(times):
+        return "-"
+    return f"{times['default'] / min(times[backend] for backend in OURS if backend in times):.2f}"
 
 
 def _has_both(times: dict[str, float]) -> bool:
@@ -505,9 +546,10 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--check", action="store_true", help="change nothing; end with 1 if README.md is stale")
+    options.add_argument("--check", action="store_true", help="change nothing; end with 1 if a text is stale")
     options.add_argument("--results", type=Path, default=RESULTS_DIRECTORY)
     options.add_argument("--readme", type=Path, default=README)
+    options.add_argument("--details", type=Path, default=DETAILS)
     options.add_argument("--no-plot", action="store_true")
     arguments = options.parse_args(argv)
     directory = arguments.results.resolve()
@@ -517,15 +559,18 @@ def main(argv: list[str] | None = None) -> int:
                 path = directory / f"{slug(gpu)}_attention.svg"
                 draw(kinds["attention"]["rows"], f"Attention on {gpu}, bfloat16", path)
                 say(f"wrote {path}")
-    old = arguments.readme.read_text()
-    new = replace_section(old, section(directory))
+    texts = {
+        arguments.readme: replace_section(arguments.readme.read_text(), section(directory)),
+        arguments.details: details(directory),
+    }
+    stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     if arguments.check:
-        if old != new:
-            say(f"{arguments.readme} is stale: run python -m benchmarks.report")
-        return int(old != new)
-    if old != new:
-        arguments.readme.write_text(new)
-    say(f"{arguments.readme} is up to date")
+        for path in stale:
+            say(f"{path} is stale: run python -m benchmarks.report")
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(texts[path])
+    say(f"{' and '.join(str(path) for path in texts)} are up to date")
     return 0
 
 

@@ -436,7 +436,7 @@ def test_the_faster_of_our_backends_speaks_in_the_report(tmp_path):
         row["eager_us"]["forward"] = {"cuda": 8.0, "triton": 10.0, "default": 12.0}
         row["memory_bytes"]["forward"] = {"cuda": 50, "triton": 90, "default": 100}
     results_file(tmp_path / "a.json", "attention", rows)
-    text = report.section(tmp_path)
+    text = report.section(tmp_path) + report.details(tmp_path)
     assert "400 (1.60)" in text and "300 (" not in text
     assert "1.25 times the best of its peers (worst 1.25): PyTorch's default, its FlashAttention-2." in text
     assert "| B8 H32/8 S2048 D128 causal | 400 (1.60) | 1.25 | 400 (1.60) | 1.25 |" in text
@@ -503,12 +503,14 @@ def test_report_fills_the_readme_and_check_sees_stale_text(tmp_path, capsys):
     grid_results(folder)
     readme = tmp_path / "README.md"
     readme.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n")
-    options = ["--results", str(folder), "--readme", str(readme)]
+    details = tmp_path / "RESULTS.md"
+    options = ["--results", str(folder), "--readme", str(readme), "--details", str(details)]
     assert report.main([*options, "--check"]) == 1
     assert report.main([*options, "--no-plot"]) == 0
     assert report.main([*options, "--check"]) == 0
     text = readme.read_text()
     assert text.startswith("# Title") and text.endswith("after\n")
+    text += details.read_text()
     assert "NVIDIA H200, 132 SMs" in text and "300 (1.20)" in text
     assert "1.20 times PyTorch's default (worst 1.20), 0.97 times the best of its peers" in text
     assert "22.0*" in text and "forward 0.90 times PyTorch's" in text
@@ -713,6 +715,7 @@ def test_report_draws_the_same_plot_from_the_same_data(tmp_path):
 def test_readme_says_what_the_results_say():
     readme = ROOT / "README.md"
     assert readme.read_text() == report.replace_section(readme.read_text(), report.section(report.RESULTS_DIRECTORY))
+    assert report.DETAILS.read_text() == report.details(report.RESULTS_DIRECTORY)
 
 
 def test_geometric_mean():
