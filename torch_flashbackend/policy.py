@@ -12,6 +12,7 @@ rule. Nothing here compares a symbolic size: the largest measured size speaks fo
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.resources
 import json
@@ -60,7 +61,7 @@ class Verdict(NamedTuple):
     ratio: float = math.nan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Row:
     """One measured call; forward and training are stock's time divided by ours, None where not measured.
 
@@ -82,7 +83,7 @@ class Row:
     training: float | None
     backend: str = "triton"
 
-    @property
+    @functools.cached_property
     def work(self) -> int:
         """Operations of the forward pass, the causal half included."""
         return 4 * self.batch * self.heads * self.seqlen_q * self.seqlen_k * self.head_dim
@@ -104,7 +105,7 @@ class Row:
         return f"batch {self.batch}, heads {heads}, seqlen {seqlen}, head_dim {head_dim}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Policy:
     """All that was measured on one GPU."""
 
@@ -112,6 +113,14 @@ class Policy:
     sm_count: int | None
     source: str
     rows: tuple[Row, ...]
+
+    @functools.cached_property
+    def by_kind(self) -> dict[tuple[Any, ...], list[Row]]:
+        """Rows by backend, case, causal, dtype and decode: a program whose lengths change asks at every step."""
+        found: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows:
+            found.setdefault((row.backend, row.case, row.causal, row.dtype, row.decode), []).append(row)
+        return found
 
 
 def judge(problem: Problem, backend: str) -> Verdict:
@@ -197,7 +206,7 @@ def policies() -> dict[str, Policy]:
             continue
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
-            fields = [name for name in Row.__slots__ if name != "backend"]
+            fields = [field.name for field in dataclasses.fields(Row) if field.name != "backend"]
             rows = tuple(
                 Row(**{name: row[name] for name in fields}, backend=row.get("backend", PORTABLE))
                 for row in data["rows"]
@@ -244,13 +253,8 @@ def _comparable(problem: Problem, case: str, policy: Policy, training: bool, sym
     decode = not symbolic and problem.seqlen_q <= DECODE_SEQLEN
     rows: list[Row] = []
     for dtype in _dtypes(problem):
-        rows = [
-            row
-            for row in policy.rows
-            if (row.backend, row.case, row.causal, row.dtype, row.decode)
-            == (backend, case, problem.is_causal, dtype, decode)
-            and not math.isnan(row.ratio(training))
-        ]
+        kind = (backend, case, problem.is_causal, dtype, decode)
+        rows = [row for row in policy.by_kind.get(kind, ()) if not math.isnan(row.ratio(training))]
         if rows:
             break
     if not rows:

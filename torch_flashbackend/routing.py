@@ -127,11 +127,25 @@ def first_failure(problem: Problem, backend: str, automatic: bool) -> Constraint
     return None
 
 
+# The problem and backend judged last, with the policies it was by: a decision asks for the verdict, then for its words.
+_judged: tuple[Problem, str, Any, Verdict] | None = None
+
+
 def worth(problem: Problem, backend: str) -> Verdict:
     """Is a call that a kernel could take worth taking? Yes if stock fails at it or if it is measured to be faster.
 
     Whatever the batch size must not change is ours, since stock's kernels choose by it.
     """
+    global _judged
+    last, policies = _judged, policy.policies()
+    if last is not None and last[0] is problem and last[1] == backend and last[2] is policies:
+        return last[3]
+    verdict = _judge(problem, backend)
+    _judged = problem, backend, policies, verdict
+    return verdict
+
+
+def _judge(problem: Problem, backend: str) -> Verdict:
     if problem.batch_invariant:
         problem = problem.of_one_batch()
     for rule in STOCK_FAILS:
