@@ -13,10 +13,12 @@ that any query sees. `eager_us` is what a call costs a program without graphs (h
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,11 +44,13 @@ def used_bytes(case: Case, inputs: Inputs) -> float:
 
 
 class Recorded:
-    """One call for each set of tensors, as a CUDA graph (on a CPU: as a loop)."""
+    """Calls that differ in their tensors, as a CUDA graph (on a CPU: as a loop)."""
 
-    def __init__(self, name: str, case: Case, sets: list[Inputs], device: torch.device) -> None:
-        self.context = contenders.context_of(name, device)
-        self.calls = [contenders.prepare_sdpa(case, inputs, None, self.context).forward.call for inputs in sets]
+    def __init__(
+        self, calls: list[Callable[[], Any]], device: torch.device, context: harness.Context = contextlib.nullcontext
+    ) -> None:
+        self.context = context
+        self.calls = calls
         self.graph = None
         if device.type != "cuda":
             return
@@ -112,7 +116,9 @@ def measure_case(case: Case, meter: Meter, rounds: int, smoke: bool) -> dict[str
         if name in harness.OURS and name not in ours:
             continue
         try:
-            recorded[name] = Recorded(name, case, sets, device)
+            context = contenders.context_of(name, device)
+            calls = [contenders.prepare_sdpa(case, inputs, None, context).forward.call for inputs in sets]
+            recorded[name] = Recorded(calls, device, context)
         except RuntimeError as error:
             row["refused"][name] = str(error).splitlines()[0][:160]
     again = "default" if "default" in recorded else next(iter(recorded))

@@ -28,7 +28,7 @@ NOTHING = (
 )
 KINDS = (
     "attention", "special", "overhead", "batch_invariance", "training", "generate", "encoder", "memory", "decode",
-    "varlen", "architectures",
+    "paged", "varlen", "architectures",
 )  # fmt: skip
 PASSES = ("forward", "backward")
 PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms")
@@ -153,8 +153,8 @@ def _details(gpu: str, kinds: dict[str, dict[str, Any]]) -> list[str]:
         left_out = kinds["overhead"].get("not_measured") or []
         parts += [f"Not measured in this run: {', '.join(left_out)}."] if left_out else []
     simple = {
-        "decode": _decode, "varlen": _varlen, "batch_invariance": _batch_invariance, "memory": _memory_by_length,
-        "generate": _generate, "encoder": _encoder,
+        "decode": _decode, "paged": _paged, "varlen": _varlen, "batch_invariance": _batch_invariance,
+        "memory": _memory_by_length, "generate": _generate, "encoder": _encoder,
     }  # fmt: skip
     for kind, tables in simple.items():
         if kind in kinds:
@@ -328,6 +328,17 @@ def _decode(rows: list[dict[str, Any]]) -> list[str]:
     ]
     head = ["decoding in a CUDA graph", "number", "mean", "worst", "best"]
     return ["Decoding, batches of 1 to 64 over 1,024 to 131,072 keys: PyTorch's time over ours.", _table(head, body)]
+
+
+def _paged(rows: list[dict[str, Any]]) -> list[str]:
+    """Pages beside rows of the same keys."""
+    body = [
+        [row["label"].split(": ", 1)[1], *(f"{row['us'][name]:g}" for name in ("paged", "contiguous")),
+         f"{row['tb_per_s']['paged']:.2f}", f"{row['of_contiguous']:.2f}"]
+        for row in rows
+    ]  # fmt: skip
+    head = ["`kv_cache.attend`, one query", "pages, us", "contiguous, us", "pages, TB/s", "of the contiguous speed"]
+    return ["Paged caches, pages in random order, in a CUDA graph.", _table(head, body)]
 
 
 def _varlen(rows: list[dict[str, Any]]) -> list[str]:

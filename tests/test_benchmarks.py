@@ -34,6 +34,7 @@ from benchmarks import (  # noqa: E402
     make_policy,
     memory,
     overhead,
+    paged,
     report,
     special,
     training,
@@ -533,6 +534,15 @@ def test_several_texts_of_only_and_one_that_is_nowhere(tmp_path, capsys):
     capsys.readouterr()
     assert overhead.main([*options, "--only", "nowhere"]) == 0
     assert "nothing was measured" in capsys.readouterr().out
+
+
+def test_pages_and_rows_agree(tmp_path):
+    path = tmp_path / "nvidia_h200_paged.json"
+    assert paged.main(["--device", "cpu", "--smoke", "--out", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2 and all(row["difference"] == 0.0 and row["of_contiguous"] > 0 for row in rows)
+    shown = report.details(tmp_path)
+    assert "| B2 H32/8 5 to 40 keys, D128, pages of 16 | " in shown
 
 
 def test_what_batch_invariance_costs(tmp_path):
