@@ -45,6 +45,9 @@ _library.define(
     'str backend="triton") -> (Tensor, Tensor, Tensor, Tensor)'
 )
 _is_compiling = torch.compiler.is_compiling
+dispatch_modes = _torch.dispatch_modes
+profiler_enabled = _torch.profiler_enabled
+deterministic_enabled = _torch.deterministic_enabled
 _attention = torch.ops.flashbackend.attention.default
 _attention_forward = torch.ops.flashbackend.attention_forward.default
 _attention_backward = torch.ops.flashbackend.attention_backward.default
@@ -589,6 +592,7 @@ class _Ready(NamedTuple):
     plan: Any
     out: tuple[Any, ...]  # shape, strides, dtype
     logsumexp: tuple[Any, ...] | None  # likewise; None: not asked for
+    backwards: list[tuple[Any, ...]]  # of late, without a mask, as `_repeat_backward` reads them
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> tuple[Tensor, Tensor | None]:
         """mask: one or none, like that of the plan."""
@@ -689,7 +693,11 @@ class HopperRun:
             _, heads, seqlen_q, _ = query.shape
             logsumexp = (*query.shape[:3],), (heads * seqlen_q, seqlen_q, 1), torch.float32
         options = 0.0, is_causal, softmax_scale, "cuda"
-        return _Ready(scale, options, plan, ((*out.shape,), out.stride(), out.dtype), logsumexp)
+        return _Ready(scale, options, plan, ((*out.shape,), out.stride(), out.dtype), logsumexp, [])
+
+
+# Of one forward: its gradient may come in several layouts.
+_MAX_BACKWARDS = 4
 
 
 class _ReadyAttention(torch.autograd.Function):
@@ -699,14 +707,49 @@ class _ReadyAttention(torch.autograd.Function):
     def forward(ctx, query, key, value, ready):
         out, logsumexp = ready(query, key, value)
         ctx.save_for_backward(query, key, value, out, logsumexp)
-        ctx.options = ready.options
+        ctx.ready = ready
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         query, key, value, out, logsumexp = ctx.saved_tensors
         tensors = grad_out, query, key, value, out, logsumexp
-        return _ready_gradients(tensors, None, ctx.options, ctx.needs_input_grad)
+        return _ready_gradients(tensors, None, ctx.ready.options, ctx.needs_input_grad)
+
+
+def _repeat_backward(ctx, grad_out):
+    """`_ReadyAttention.backward`, which it calls where it does not find the call among the forward's backwards of late.
+
+    A backward is found by one look at all tensors: they may have been changed, or moved by who saved them, since.
+    """
+    ready, needed = ctx.ready, ctx.needs_input_grad
+    query, key, value, out, logsumexp = ctx.saved_tensors
+    watched = check_gradients is not None or torch.is_grad_enabled() or dispatch_modes() or profiler_enabled()
+    if not watched:
+        mode = needed, deterministic_enabled()
+        for known, is_like, repeat in ready.backwards:
+            if known == mode and is_like(grad_out, query, key, value, out, logsumexp):
+                try:
+                    return repeat(grad_out, query, key, value, out, logsumexp)
+                except KernelUnavailable:
+                    break  # Nothing has run; the long way says why, or finds another kernel.
+    tensors = grad_out, query, key, value, out, logsumexp
+    grads = _ready_gradients(tensors, None, ready.options, needed)
+    if not watched:
+        _keep_backward(ready, mode, tensors)
+    return grads
+
+
+def _keep_backward(ready, mode, tensors):
+    """Let `_repeat_backward` find a backward that has been computed, if it is one that can be repeated."""
+    needed, deterministic = mode
+    _, is_causal, scale, _ = ready.options
+    kind, _ = _kind_of_backward(tensors, None, 0.0, is_causal, scale, needed)
+    repeat = _hopper_backward().recent.find(kind, tensors)
+    is_like = None if repeat is None else _torch.tensor_guard(tensors)
+    if is_like is not None:
+        ready.backwards.insert(0, (mode, is_like, repeat.prepared(tensors[1])))
+        del ready.backwards[_MAX_BACKWARDS:]
 
 
 class _ReadyMaskedAttention(torch.autograd.Function):
@@ -751,5 +794,6 @@ def _ready_gradients(tensors, attn_mask, options, needed):
     return _gradients((query, key, value, attn_mask, out, logsumexp, None), grad_out, options, needed)
 
 
+_torch.set_backward(_ReadyAttention, _repeat_backward)
 _apply_ready = super(torch.autograd.Function, _ReadyAttention).apply
 _apply_ready_masked = super(torch.autograd.Function, _ReadyMaskedAttention).apply
