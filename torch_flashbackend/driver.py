@@ -171,6 +171,7 @@ def _after_fork() -> None:
     _of_stream.clear()
     _unused.clear()
     _lanes.clear()
+    _num_lanes.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -323,9 +324,12 @@ def _new_counters(device_index: int, size: int) -> int:
     return address
 
 
+# What the driver gives out at a time, and more than a call needs that takes no longer on the GPU than on the CPU.
+LANE_BYTES = 2 << 20
 LANE_COUNTERS_BYTES = 2048
-LANE_BYTES = LANE_COUNTERS_BYTES + (2 << 20)
+MAX_LANES = 16
 _lanes: dict[tuple[int, int], list[int]] = {}
+_num_lanes: dict[int, int] = {}  # by device; they are kept until the process ends
 
 
 def lanes(device_index: int, stream: int) -> list[int] | None:
@@ -342,11 +346,16 @@ def lanes(device_index: int, stream: int) -> list[int] | None:
 
 
 def new_lane(device_index: int) -> int:
-    """Another address for `lanes`, or 0 where the device has no room."""
+    """Another address for `lanes`, or 0 where the device has no room or enough of them."""
+    number = _num_lanes.get(device_index, 0)
+    if number >= MAX_LANES:
+        return 0
     try:
-        return _allocate_zeros(device_index, LANE_BYTES)
+        address = _allocate_zeros(device_index, LANE_BYTES)
     except torch.OutOfMemoryError:
         return 0
+    _num_lanes[device_index] = number + 1
+    return address
 
 
 def _allocate_zeros(device_index: int, size: int) -> int:

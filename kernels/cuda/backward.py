@@ -658,19 +658,17 @@ class Plan:
         self._frames.append(frame)
 
 
-    def constants(self, needs_query: bool) -> prepared.Constants | None:
+    def constants(self, needs_query: bool) -> prepared.Backward | None:
         """For ``prepared.py``; None of a call with a mask or dropout. needs_query: is query's gradient asked for?"""
         if self._mask is not None or self._dropout is not None:
             return None
-        return prepared.Constants(
-            device_index=self._device_index,
-            kernels=tuple(
-                (entry, function, config, entry == MAIN)
-                for (entry, function), config in zip(self._launched, self._configs, strict=True)
-                if entry != FINISH or needs_query
-            ),
-            params=self._params,
-            maps=self._maps,
+        kernels = tuple(
+            (entry, function, config, entry == MAIN)
+            for (entry, function), config in zip(self._launched, self._configs, strict=True)
+            if entry != FINISH or needs_query
+        )
+        return prepared.Backward(
+            launches=prepared.Launches(self._device_index, kernels, self._params, self._maps),
             workspace_floats=self._workspace_floats,
             statistics_in_gradient=self._statistics_in_gradient,
             sums_at=self._sums_at,
@@ -774,7 +772,7 @@ class Repeat:
         query: any that it will be called with.
         """
         constants = self._plan.constants(self._grads[0] is not None) if isinstance(self._plan, Plan) else None
-        return self if constants is None else prepared.prepare(constants, self._grads, self._wanted, query)
+        return self if constants is None else prepared.backward(constants, self._grads, self._wanted, query)
 
     def __call__(
         self, grad_out, query, key, value, out, logsumexp, mask=None, seed=None

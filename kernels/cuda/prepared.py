@@ -1,8 +1,8 @@
-"""The plain Hopper backward once more, for a call that differs from one before in addresses alone.
+"""The Hopper kernels once more, for plain calls that differ from one before in addresses alone.
 
-May import torch, ``driver.py``, ``_torch.py`` and ``KernelUnavailable``. Imported by ``backward.py``, whose ``Plan`` does
-the same for any call. What does not change is bound here once, in a closure: on small calls the CPU is what takes the
-time, and the three launches, four allocations and ten addresses are most of what is left of it. Figures in NOTES.md.
+May import torch, ``driver.py``, ``_torch.py`` and ``KernelUnavailable``. Imported by ``forward.py`` and ``backward.py``,
+whose ``Plan`` does the same for any call. What does not change is bound here once, in a closure: small calls take as long
+as the CPU does, and allocations, addresses and launches are most of what is left of that. Figures in NOTES.md.
 """
 
 from __future__ import annotations
@@ -17,50 +17,64 @@ import torch
 from ... import _torch, driver
 from .. import KernelUnavailable, launch_counts
 
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
 Gradients = tuple[torch.Tensor | None, ...]
 
 
-class Constants(NamedTuple):
-    """What a ``Plan`` has worked out. Offsets in bytes."""
+class Launches(NamedTuple):
+    """What a ``Plan`` has worked out: of each launch the kernel's name, its CUfunction, its launch, and whether it is
+    given the tensor maps before the params, which all have."""
 
     device_index: int
     kernels: tuple[tuple[str, ctypes.c_void_p, driver.LaunchConfig, bool], ...]
-    """Of each launch: the kernel's name, its CUfunction, its launch, whether it is given the tensor maps."""
     params: ctypes.Structure
     maps: Sequence[driver.TensorMaps]
-    """Of query, key, value, grad_out and the gradients of key and value."""
+
+
+class Backward(NamedTuple):
+    """Of the backward. Its tensor maps are those of query, key, value, grad_out and of key's and value's gradients."""
+
+    launches: Launches
     workspace_floats: int
     statistics_in_gradient: bool
-    sums_at: int  # in the workspace
+    sums_at: int  # in bytes, in the workspace
     semaphores_at: int  # in the workspace, or, where they are counters, behind those
     semaphores_are_counters: bool
     counter_bytes: int
 
 
-_ADDRESSES = struct.Struct("@15P")  # six tensor maps, the params, and the first eight fields of these
+# Tensor maps, the params, and the first fields of these.
+_FORWARD_ADDRESSES = struct.Struct("@8P")
+_BACKWARD_ADDRESSES = struct.Struct("@15P")
 
 
 class _Frame:
     """Launch arguments in use by one thread at a time: as ``driver.Frame``, all that changes in one piece of memory."""
 
-    __slots__ = ("_kept", "configs", "launches", "memory", "params_at", "stream")
+    __slots__ = ("configs", "launches", "memory", "params_at", "stream")
 
-    def __init__(self, constants: Constants) -> None:
+    def __init__(self, launches: Launches) -> None:
         pointer = ctypes.sizeof(ctypes.c_void_p)
-        params_offset = (len(constants.maps) + 1) * pointer
-        memory = (ctypes.c_char * (params_offset + ctypes.sizeof(constants.params)))()
+        params_offset = (len(launches.maps) + 1) * pointer
+        memory = (ctypes.c_char * (params_offset + ctypes.sizeof(launches.params)))()
         start = ctypes.addressof(memory)
         self.params_at = start + params_offset
-        ctypes.memmove(self.params_at, ctypes.byref(constants.params), ctypes.sizeof(constants.params))
+        ctypes.memmove(self.params_at, ctypes.byref(launches.params), ctypes.sizeof(launches.params))
         self.memory = memoryview(memory)
-        self.configs = [driver.LaunchConfig.from_buffer_copy(config) for _, _, config, _ in constants.kernels]
+        self.configs = [driver.LaunchConfig.from_buffer_copy(config) for _, _, config, _ in launches.kernels]
         with_maps, only_params = ctypes.c_void_p(start), ctypes.c_void_p(self.params_at - pointer)
         # Tuples, which ctypes takes as they are: a call costs 0.5 us, and as much again where its arguments are made.
         self.launches = [
             (name, (ctypes.byref(config), function, with_maps if has_maps else only_params, None))
-            for config, (name, function, _, has_maps) in zip(self.configs, constants.kernels)
+            for config, (name, function, _, has_maps) in zip(self.configs, launches.kernels)
         ]
         self.stream = 0  # as a LaunchConfig has it
+
+    def set_stream(self, stream: int) -> None:
+        """Launch on this one."""
+        self.stream = stream
+        for config in self.configs:
+            config.stream = stream
 
 
 def _launch_again(frame: _Frame, name: str, device_index: int) -> None:
@@ -75,8 +89,64 @@ def _launch_again(frame: _Frame, name: str, device_index: int) -> None:
         raise
 
 
-def prepare(
-    constants: Constants, grads: Sequence[tuple[Any, ...] | None], wanted: Sequence[bool], query: torch.Tensor
+def forward(
+    launches: Launches,
+    has_counters: bool,
+    of_out: tuple[Any, ...],
+    of_logsumexp: tuple[Any, ...] | None,
+    query: torch.Tensor,
+    otherwise: Callable[..., Outputs],
+) -> Callable[..., Outputs]:
+    """A function (query, key, value) -> (out, logsumexp or None), aligned tensors like those that the plan was made for.
+
+    launches: of one kernel, with maps of query, key, value and out; has_counters: it counts; of_out, of_logsumexp:
+    shape, strides and dtype of what is to be made; query: one that it will be called with; otherwise: the same function
+    the long way, for another current device or in deterministic mode, where new memory is filled.
+    """
+    index = launches.device_index
+    query_map, key_map, value_map, out_map = (maps.get for maps in launches.maps)
+    with torch.cuda.device(index):
+        empty = _torch.allocator(query)
+    pack = _FORWARD_ADDRESSES.pack_into
+    frames: list[_Frame] = []
+    current_device, current_stream = driver.current_device, driver.current_stream
+    deterministic_enabled = _torch.deterministic_enabled
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Outputs:
+        if current_device() != index or deterministic_enabled():
+            return otherwise(query, key, value)
+        out = empty(*of_out)
+        out_at = out.data_ptr()
+        logsumexp, logsumexp_at = None, 0
+        if of_logsumexp is not None:
+            logsumexp = empty(*of_logsumexp)
+            logsumexp_at = logsumexp.data_ptr()
+        # These stay referenced until the driver has copied them.
+        map_1, map_2 = query_map(query.data_ptr()), key_map(key.data_ptr())
+        map_3, map_4 = value_map(value.data_ptr()), out_map(out_at)
+        stream = current_stream(index)
+        counters = driver.counters(index, stream) if has_counters else 0
+        try:
+            frame = frames.pop()
+        except IndexError:
+            frame = _Frame(launches)
+        if frame.stream != stream:
+            frame.set_stream(stream)
+        pack(
+            frame.memory, 0, map_1[0], map_2[0], map_3[0], map_4[0], frame.params_at, out_at, logsumexp_at, counters
+        )  # fmt: skip
+        name, arguments = frame.launches[0]
+        launch_counts[name] += 1
+        if driver.launcher()(*arguments):
+            _launch_again(frame, name, index)
+        frames.append(frame)
+        return out, logsumexp
+
+    return call
+
+
+def backward(
+    constants: Backward, grads: Sequence[tuple[Any, ...] | None], wanted: Sequence[bool], query: torch.Tensor
 ) -> Callable[..., Gradients]:
     """A function (grad_out, query, key, value, out, logsumexp) -> gradients of query, key, value, and None for a mask.
 
@@ -84,8 +154,9 @@ def prepare(
     which of them are to be returned. Its tensors must be like those that the plan was made for: `query` is one of them.
     It raises KernelUnavailable before any launch where an address is no multiple of 16 bytes.
     """
-    index = constants.device_index
-    query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map = (m.get for m in constants.maps)
+    launches = constants.launches
+    index = launches.device_index
+    query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map = (maps.get for maps in launches.maps)
     workspace = (constants.workspace_floats,), (1,), torch.float32
     of_query, of_key, of_value = grads
     statistics_in_gradient, counter_bytes = constants.statistics_in_gradient, constants.counter_bytes
@@ -100,7 +171,7 @@ def prepare(
         and 4 * constants.workspace_floats <= driver.LANE_BYTES - driver.LANE_COUNTERS_BYTES
     )
     lanes_of = driver.lanes
-    pack = _ADDRESSES.pack_into
+    pack = _BACKWARD_ADDRESSES.pack_into
     frames: list[_Frame] = []
     current_device, current_stream = driver.current_device, driver.current_stream
 
@@ -141,11 +212,9 @@ def prepare(
         try:
             frame = frames.pop()
         except IndexError:
-            frame = _Frame(constants)
+            frame = _Frame(launches)
         if frame.stream != stream:
-            frame.stream = stream
-            for config in frame.configs:
-                config.stream = stream
+            frame.set_stream(stream)
         pack(
             frame.memory, 0, map_1[0], map_2[0], map_3[0], map_4[0], map_5[0], map_6[0], frame.params_at, out_at,
             grad_out_at, logsumexp.data_ptr(), grad_query_at, grad_query_at if statistics_in_gradient else start,
