@@ -125,11 +125,11 @@ def test_a_prepared_backward_launches_what_its_plan_launches(cuda, monkeypatch, 
         small = 4 * plan._workspace_floats <= driver.LANE_BYTES - driver.LANE_COUNTERS_BYTES
         assert (len(made) == 3 and lane != 0) if small else (made[3].shape == (plan._workspace_floats,))
         start = lane + driver.LANE_COUNTERS_BYTES if small else made[3].data_ptr()
-        monkeypatch.setattr(backward, "_allocate", lambda like, floats: OnDevice(torch.empty(0), start))
+        monkeypatch.setattr(backward, "_allocate", lambda *_, start=start: OnDevice(torch.empty(0), start))
         cuda.launched.clear()
         with monkeypatch.context() as patch:
             if small:
-                patch.setattr(driver, "counters", lambda *_: lane)
+                patch.setattr(driver, "counters", lambda *_, lane=lane: lane)
             plan(*moved[:6], *grads[:3])
         if small and not plan._counter_bytes:  # where nobody counts, an address is of no interest
             for *_, params, _ in ours:
@@ -143,7 +143,7 @@ def test_gradients_that_nobody_asks_for(cuda, wanted):
     listed = tensors()
     if not wanted[0]:
         listed[6] = None
-    plan, prepared = prepare_backward(listed, wanted=wanted)
+    _, prepared = prepare_backward(listed, wanted=wanted)
     cuda.launched.clear()
     grads = repeat(prepared, listed)
     assert [grad is not None for grad in grads] == [*wanted, False]
@@ -237,7 +237,6 @@ def test_who_has_no_lane(cuda, monkeypatch):
 
 def test_another_stream_or_device_becomes_the_launches(cuda, monkeypatch):
     listed = tensors()
-    _, prepared = prepare_backward(listed)
     for stream in (77, 78, 77, 0):
         monkeypatch.setattr(driver, "current_stream", lambda index, stream=stream: stream)
         _, other = prepare_backward(listed)

@@ -536,7 +536,7 @@ def empty_float32(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
 
 
 def set_backward(function: Any, backward: Callable[..., Any]) -> None:
-    """Have autograd's engine call `backward(ctx, *grads)` for a torch.autograd.Function, without asking the class again.
+    """Have autograd's engine call `backward(ctx, *grads)` for a torch.autograd.Function, where it would ask the class.
 
     Who traces a backward (compiled autograd) finds the class's own. If the name goes: the engine does so too, and a
     backward on small tensors costs some µs more.

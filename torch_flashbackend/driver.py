@@ -324,7 +324,7 @@ def _new_counters(device_index: int, size: int) -> int:
     return address
 
 
-# What the driver gives out at a time, and more than a call needs that takes no longer on the GPU than on the CPU.
+# As much as the driver gives out at a time. Calls that need more take longer on the GPU than on the CPU.
 LANE_BYTES = 2 << 20
 LANE_COUNTERS_BYTES = 2048
 MAX_LANES = 16
@@ -333,11 +333,11 @@ _num_lanes: dict[int, int] = {}  # by device; they are kept until the process en
 
 
 def lanes(device_index: int, stream: int) -> list[int] | None:
-    """Memory for the launches of one call on this stream, LANE_BYTES at each address; None: there is none to be had now.
+    """Memory for one call's launches on this stream, LANE_BYTES at each address; None where a call has to allocate.
 
     The current stream of the current device. First LANE_COUNTERS_BYTES of counters, as `counters` has them, then memory
     with anything in it. A call pops an address, or asks `new_lane` for one where there is none, and appends it when its
-    last launch is on the stream: what other calls launch after that runs after that.
+    last launch is on the stream: what other calls launch later runs later.
     """
     if stream == _STREAM_PER_THREAD or _is_capturing():
         return None

@@ -752,7 +752,7 @@ def _repeat_backward(ctx, grad_out):
 
 def _keep_backward(ready, mode, tensors):
     """Let `_repeat_backward` find a backward that has been computed, if it is one that can be repeated."""
-    needed, deterministic = mode
+    needed, _ = mode
     _, is_causal, scale, _ = ready.options
     kind, _ = _kind_of_backward(tensors, None, 0.0, is_causal, scale, needed)
     repeat = _hopper_backward().recent.find(kind, tensors)

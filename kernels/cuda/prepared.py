@@ -1,8 +1,9 @@
 """The Hopper kernels once more, for plain calls that differ from one before in addresses alone.
 
-May import torch, ``driver.py``, ``_torch.py`` and ``KernelUnavailable``. Imported by ``forward.py`` and ``backward.py``,
-whose ``Plan`` does the same for any call. What does not change is bound here once, in a closure: small calls take as long
-as the CPU does, and allocations, addresses and launches are most of what is left of that. Figures in NOTES.md.
+May import torch, ``driver.py``, ``_torch.py`` and ``KernelUnavailable``. Imported by ``forward.py`` and
+``backward.py``, whose ``Plan`` does the same for any call. What does not change is bound here once, in a closure: small
+calls take as long as the CPU does, and allocations, addresses and launches are most of what is left of that. Figures
+in NOTES.md.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 class Launches(NamedTuple):
-    """What a ``Plan`` has worked out: of each launch the kernel's name, its CUfunction, its launch, and whether it is
-    given the tensor maps before the params, which all have."""
+    """What a ``Plan`` has worked out.
+
+    kernels: of each launch the kernel's name, its CUfunction, grid and blocks, and whether it is given the tensor maps
+    before the params, which all have.
+    """
 
     device_index: int
     kernels: tuple[tuple[str, ctypes.c_void_p, driver.LaunchConfig, bool], ...]
@@ -97,7 +101,7 @@ def forward(
     query: torch.Tensor,
     otherwise: Callable[..., Outputs],
 ) -> Callable[..., Outputs]:
-    """A function (query, key, value) -> (out, logsumexp or None), aligned tensors like those that the plan was made for.
+    """A function (query, key, value) -> (out, logsumexp or None) of aligned tensors like those that the plan is for.
 
     launches: of one kernel, with maps of query, key, value and out; has_counters: it counts; of_out, of_logsumexp:
     shape, strides and dtype of what is to be made; query: one that it will be called with; otherwise: the same function
