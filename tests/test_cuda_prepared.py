@@ -61,8 +61,6 @@ def as_values(launched):
 def cuda(monkeypatch):
     fake = Driver()
     install_fake_driver(monkeypatch, fake)
-    monkeypatch.setattr(driver, "_lanes", {})
-    monkeypatch.setattr(driver, "_num_lanes", {})
     monkeypatch.setattr(forward, "_device", lambda index: ((9, 0), 10))
     monkeypatch.setattr(forward, "_plans", {})
     monkeypatch.setattr(nvrtc, "compile", lambda source, **_: nvrtc.Binary(source.key("13.0"), b"\x7fELF", ""))
