@@ -805,5 +805,7 @@ def _ready_gradients(tensors, attn_mask, options, needed):
 
 
 _torch.set_backward(_ReadyAttention, _repeat_backward)
+for _function in (_Attention, _AttentionWithLogsumexp, _ReadyMaskedAttention):
+    _torch.set_backward(_function, _function.backward)
 _apply_ready = super(torch.autograd.Function, _ReadyAttention).apply
 _apply_ready_masked = super(torch.autograd.Function, _ReadyMaskedAttention).apply
