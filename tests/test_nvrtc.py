@@ -390,7 +390,7 @@ def install_fake_driver(monkeypatch, fake):
     monkeypatch.setattr(driver, "_library", lambda: fake)
     monkeypatch.setattr(driver, "_launcher", None)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    for cache in ("_functions", "_of_stream", "_unused"):
+    for cache in ("_functions", "_of_stream", "_unused", "_lanes", "_num_lanes"):
         monkeypatch.setattr(driver, cache, {})
     monkeypatch.setattr(driver, "_is_capturing", lambda: False)
     monkeypatch.setattr(driver, "current_device", lambda: 0)

@@ -28,6 +28,8 @@ ARGUMENTS = (
     'float? scale=None, bool enable_gqa=False, str backends=""'
 )
 AUTOCAST_DEVICES = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
+_dispatch_modes = _torch.dispatch_modes
+_profiler_enabled = _torch.profiler_enabled
 # Where the logsumexp is asked for, stock cannot answer.
 WITH_LOGSUMEXP = ("cuda", "triton", "math")
 
@@ -170,7 +172,8 @@ def call(
     who = ("direct", allowed)
     rest = decisions.settings(dropout_p, is_causal, scale, enable_gqa, who)
     entry = decisions.find(among, rest, *tensors)
-    if entry is None or forward_ad._current_level >= 0:
+    known = entry is not None and forward_ad._current_level < 0
+    if entry is None or not known:
         if _torch.transforms_active() or not decisions.is_plain(*tensors):
             entry = decisions.decide(*arguments, entry="direct", allowed=allowed)
         else:
@@ -184,6 +187,8 @@ def call(
     if not entry.taken:
         return run_stock(*arguments)
     try:
+        if known and entry.unobserved is not None and not (return_lse or _dispatch_modes() or _profiler_enabled()):
+            return entry.unobserved(query, key, value, attn_mask, dropout_p, is_causal, scale, decision.layout)
         if entry.run is not None:
             return entry.run(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, layout=decision.layout, return_lse=return_lse

@@ -170,6 +170,8 @@ def _after_fork() -> None:
     _functions.clear()
     _of_stream.clear()
     _unused.clear()
+    _lanes.clear()
+    _num_lanes.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -322,6 +324,40 @@ def _new_counters(device_index: int, size: int) -> int:
     return address
 
 
+# As much as the driver gives out at a time. Calls that need more take longer on the GPU than on the CPU.
+LANE_BYTES = 2 << 20
+LANE_COUNTERS_BYTES = 2048
+MAX_LANES = 16
+_lanes: dict[tuple[int, int], list[int]] = {}
+_num_lanes: dict[int, int] = {}  # by device; they are kept until the process ends
+
+
+def lanes(device_index: int, stream: int) -> list[int] | None:
+    """Memory for one call's launches on this stream, LANE_BYTES at each address; None where a call has to allocate.
+
+    The current stream of the current device. First LANE_COUNTERS_BYTES of counters, as `counters` has them, then memory
+    with anything in it. A call pops an address, or asks `new_lane` for one where there is none, and appends it when its
+    last launch is on the stream: what other calls launch later runs later.
+    """
+    if stream == _STREAM_PER_THREAD or _is_capturing():
+        return None
+    found = _lanes.get((device_index, stream))
+    return _lanes.setdefault((device_index, stream), []) if found is None else found
+
+
+def new_lane(device_index: int) -> int:
+    """Another address for `lanes`, or 0 where the device has no room or enough of them."""
+    number = _num_lanes.get(device_index, 0)
+    if number >= MAX_LANES:
+        return 0
+    try:
+        address = _allocate_zeros(device_index, LANE_BYTES)
+    except torch.OutOfMemoryError:
+        return 0
+    _num_lanes[device_index] = number + 1
+    return address
+
+
 def _allocate_zeros(device_index: int, size: int) -> int:
     """A new block of zeros, which is never freed. A stream of its own, so that no capture sees it."""
     cuda = _library()
@@ -411,6 +447,15 @@ def launch(config: Any, function: Any, arguments: Any, device_index: int, stream
 
 
 _launcher: Any = None
+
+
+def launcher() -> Any:
+    """cuLaunchKernelEx itself, for who has its arguments ready. What fails is to be given to `launch`.
+
+    It lets other threads of Python run meanwhile, as it must where a full queue makes it wait: what is first in the
+    queue may itself wait for another thread.
+    """
+    return _launcher or _find_launcher()
 
 
 def _find_launcher() -> Any:

@@ -19,10 +19,11 @@ dropout and a head_dim above 128, or with a float32 mask. On CPU and MPS the mat
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -45,6 +46,9 @@ _library.define(
     'str backend="triton") -> (Tensor, Tensor, Tensor, Tensor)'
 )
 _is_compiling = torch.compiler.is_compiling
+_dispatch_modes = _torch.dispatch_modes
+_profiler_enabled = _torch.profiler_enabled
+_deterministic_enabled = _torch.deterministic_enabled
 _attention = torch.ops.flashbackend.attention.default
 _attention_forward = torch.ops.flashbackend.attention_forward.default
 _attention_backward = torch.ops.flashbackend.attention_backward.default
@@ -552,7 +556,8 @@ def run(
     return out, logsumexp[0] if logsumexp.dim() == 4 else logsumexp
 
 
-class _Ready(NamedTuple):
+@dataclasses.dataclass(slots=True, eq=False)
+class _Ready:
     """A forward on the Hopper kernels but for its addresses: the plan, and the outputs that it fills."""
 
     scale: float | None  # as it was given
@@ -560,6 +565,11 @@ class _Ready(NamedTuple):
     plan: Any
     out: tuple[Any, ...]  # shape, strides, dtype
     logsumexp: tuple[Any, ...] | None  # likewise; None: not asked for
+    run: Callable[..., Any] = dataclasses.field(init=False)  # this object, or a shorter way without a mask
+    backwards: list[tuple[Any, ...]] = dataclasses.field(init=False)  # of late, as `_repeat_backward` reads them
+
+    def __post_init__(self) -> None:
+        self.run, self.backwards = self, []
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> tuple[Tensor, Tensor | None]:
         """mask: one or none, like that of the plan."""
@@ -628,7 +638,7 @@ class HopperRun:
         if ready is None or ready.scale != scale:
             ready = self._ready = self._prepare(query, key, value, attn_mask, is_causal, scale, layout)
         if attn_mask is None:
-            return _apply_ready(query, key, value, ready) if self._needs_grad else ready(query, key, value)[0]
+            return _apply_ready(query, key, value, ready) if self._needs_grad else ready.run(query, key, value)[0]
         if self._needs_grad:
             return _apply_ready_masked(query, key, value, attn_mask, ready)
         return ready(query, key, value, attn_mask)[0]
@@ -660,7 +670,15 @@ class HopperRun:
             _, heads, seqlen_q, _ = query.shape
             logsumexp = (*query.shape[:3],), (heads * seqlen_q, seqlen_q, 1), torch.float32
         options = 0.0, is_causal, softmax_scale, "cuda"
-        return _Ready(scale, options, plan, ((*out.shape,), out.stride(), out.dtype), logsumexp)
+        ready = _Ready(scale, options, plan, ((*out.shape,), out.stride(), out.dtype), logsumexp)
+        prepared = None if attn_mask is not None else getattr(plan, "prepared", None)
+        if prepared is not None:
+            ready.run = prepared(ready.out, logsumexp, query, ready)
+        return ready
+
+
+# Of one forward: its gradient may come in several layouts.
+_MAX_BACKWARDS = 4
 
 
 class _ReadyAttention(torch.autograd.Function):
@@ -668,16 +686,51 @@ class _ReadyAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, ready):
-        out, logsumexp = ready(query, key, value)
-        ctx.save_for_backward(query, key, value, out, logsumexp)
-        ctx.options = ready.options
+        out, logsumexp = ready.run(query, key, value)
+        ctx.to_save = query, key, value, out, logsumexp  # all that save_for_backward does
+        ctx.ready = ready
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         query, key, value, out, logsumexp = ctx.saved_tensors
         tensors = grad_out, query, key, value, out, logsumexp
-        return _ready_gradients(tensors, None, ctx.options, ctx.needs_input_grad)
+        return _ready_gradients(tensors, None, ctx.ready.options, ctx.needs_input_grad)
+
+
+def _repeat_backward(ctx, grad_out):
+    """`_ReadyAttention.backward`, which it calls where it does not find the call among the forward's backwards of late.
+
+    A backward is found by one look at all tensors: they may have been changed, or moved by who saved them, since.
+    """
+    ready, needed = ctx.ready, ctx.needs_input_grad
+    query, key, value, out, logsumexp = ctx.saved_tensors
+    watched = check_gradients is not None or torch.is_grad_enabled() or _dispatch_modes() or _profiler_enabled()
+    if not watched:
+        mode = needed, _deterministic_enabled()
+        for known, is_like, repeat in ready.backwards:
+            if known == mode and is_like(grad_out, query, key, value, out, logsumexp):
+                try:
+                    return repeat(grad_out, query, key, value, out, logsumexp)
+                except KernelUnavailable:
+                    break  # Nothing has run; the long way says why, or finds another kernel.
+    tensors = grad_out, query, key, value, out, logsumexp
+    grads = _ready_gradients(tensors, None, ready.options, needed)
+    if not watched:
+        _keep_backward(ready, mode, tensors)
+    return grads
+
+
+def _keep_backward(ready, mode, tensors):
+    """Let `_repeat_backward` find a backward that has been computed, if it is one that can be repeated."""
+    needed, _ = mode
+    _, is_causal, scale, _ = ready.options
+    kind, _ = _kind_of_backward(tensors, None, 0.0, is_causal, scale, needed)
+    repeat = _hopper_backward().recent.find(kind, tensors)
+    is_like = None if repeat is None else _torch.tensor_guard(tensors)
+    if is_like is not None:
+        ready.backwards.insert(0, (mode, is_like, repeat.prepared(tensors[1])))
+        del ready.backwards[_MAX_BACKWARDS:]
 
 
 class _ReadyMaskedAttention(torch.autograd.Function):
@@ -706,8 +759,8 @@ def _ready_gradients(tensors, attn_mask, options, needed):
         not _is_compiling()
         and not torch.is_grad_enabled()
         and check_gradients is None
-        and not _torch.dispatch_modes()
-        and not _torch.profiler_enabled()
+        and not _dispatch_modes()
+        and not _profiler_enabled()
     ):
         dropout_p, is_causal, scale, _ = options
         kind, compared = _kind_of_backward(tensors, attn_mask, dropout_p, is_causal, scale, needed)
@@ -722,5 +775,8 @@ def _ready_gradients(tensors, attn_mask, options, needed):
     return _gradients((query, key, value, attn_mask, out, logsumexp, None), grad_out, options, needed)
 
 
+_torch.set_backward(_ReadyAttention, _repeat_backward)
+for _function in (_Attention, _AttentionWithLogsumexp, _ReadyMaskedAttention):
+    _torch.set_backward(_function, _function.backward)
 _apply_ready = super(torch.autograd.Function, _ReadyAttention).apply
 _apply_ready_masked = super(torch.autograd.Function, _ReadyMaskedAttention).apply

@@ -83,7 +83,7 @@ class sdpa_backend(TorchFunctionMode):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         if func is _F_SDPA or func is _ATEN_SDPA or func is _ATEN_SDPA_DEFAULT:
-            if any(issubclass(kind, CausalBias) for kind in types):
+            if types and any(issubclass(kind, CausalBias) for kind in types):
                 # It stands for a mask or is_causal and says itself which, by calling the function once more.
                 with self:
                     return CausalBias.__torch_function__(func, types, args, kwargs)
@@ -112,6 +112,11 @@ class sdpa_backend(TorchFunctionMode):
 
     def __repr__(self) -> str:
         return f"sdpa_backend({', '.join(repr(name) for name in self.backends.split(','))})"
+
+
+@functools.cache
+def _names(backends: str) -> tuple[str, ...]:
+    return tuple(backends.split(","))
 
 
 def _rewritten(
@@ -147,5 +152,5 @@ def _rewritten(
         and not _torch.any_autocast()
         and not _torch.profiler_enabled()
     ):
-        return direct.call(*arguments, tuple(backends.split(",")), False)
+        return direct.call(*arguments, _names(backends), False)
     return _SDPA(*arguments, backends)

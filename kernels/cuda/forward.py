@@ -13,7 +13,8 @@ import ctypes
 import functools
 import math
 import os
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +22,7 @@ from ... import driver, nvrtc
 from ...batch_invariance import on_change, planned_batch
 from .. import KernelUnavailable, launch_counts
 from ..mask_strides import strides_of
-from . import decode, dropout, forward_wide, masks, sources, tiles
+from . import decode, dropout, forward_wide, masks, prepared, sources, tiles
 from .dropout import DropoutParams
 from .masks import MaskParams
 from .tiles import Tile
@@ -371,6 +372,18 @@ class Plan:
                 raise KernelUnavailable(f"{ENTRY}: {error}") from error
             raise
         self._frames.append(frame)
+
+    def prepared(
+        self,
+        of_out: tuple[Any, ...],
+        of_logsumexp: tuple[Any, ...] | None,
+        query: torch.Tensor,
+        otherwise: Callable[..., prepared.Outputs],
+    ) -> Callable[..., prepared.Outputs]:
+        """`prepared.forward` of a call without a mask and dropout."""
+        kernels = ((ENTRY, self._function, self._config, True),)
+        launches = prepared.Launches(self._device_index, kernels, self._params, self._maps)
+        return prepared.forward(launches, self._counted, of_out, of_logsumexp, query, otherwise)
 
 
 def _heads_per_group(batch_heads: int, queries_per_kv: int, seqlen_k: int, columns: int) -> int:

@@ -51,6 +51,7 @@ FORMS = {
 def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False, direct=False):
     """All calls in the default mode run this form of the kernels, as far as there is one, however few their heads."""
     from torch_flashbackend.kernels.cuda import backward, tiles
+    from torch_flashbackend.plans import Recent
 
     usual = getattr(tiles.choose_backward_usual, "unchanged", tiles.choose_backward_usual)
 
@@ -79,6 +80,7 @@ def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False,
     monkeypatch.setattr(tiles, "choose_backward", choose)
     monkeypatch.setattr(backward, "_saves_sums", lambda *_: True)
     monkeypatch.setattr(backward, "_plans", {})
+    monkeypatch.setattr(backward, "recent", Recent())
 
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS)
