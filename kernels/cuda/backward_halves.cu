@@ -10,7 +10,7 @@
 //     dS^T meanwhile, into shared memory for the other one;  grad_key += dS^T query;  then, from registers to its sums,
 //     a box of its 64 rows of grad_query = dS key of the tile before, whose dS both have written by now;  the next S^T
 //
-// TURNS: as there.
+// TURNS, DELTA_FIRST: as there.
 //
 // Shared memory: one key and one value tile, one of query and of grad_out, two of dS.
 // Registers: (HEAD_DIM + HEAD_DIM_V) / 2 for the sums; STEP_M / 2 for S and dP each, or LATE for the larger of them; half
@@ -22,7 +22,7 @@
 
 static_assert(BLOCK_M == 128 && BLOCK_N == 128 && CONSUMERS == 2 && SPLIT_ROWS && UNSTAGED && !KEYS_IN_REGISTERS);
 static_assert(Q_STAGES == 1 && DO_STAGES == 1 && DS_STAGES == 2);
-static_assert(!DELTA_FIRST && !PERSISTENT && !FUSED && !PAIRED && !DIRECT && !MASKED && !DROPOUT && !PACKED);
+static_assert(!PERSISTENT && !FUSED && !PAIRED && !DIRECT && !MASKED && !DROPOUT && !PACKED);
 static_assert(!DETERMINISTIC);
 constexpr int THREADS = 384;
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
@@ -142,12 +142,24 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     key.multiply(scores, descriptor(shared.query + rows, 0));
     wgmma_commit();
   };
-  // A box of this warpgroup's rows of grad_query, from the dS in `stage`, to the sums of query tile `number`.
-  const auto add_box = [&](int box, int stage, int number) {
-    float columns[BOX_COLUMNS / 2];
+  // DELTA_FIRST: dP's accumulators begin with -delta, which spares an addition each.
+  const auto begin_grads = [&](int part) {
+    if (!DELTA_FIRST) return;
+    const uint32_t address = shared.statistics + (BLOCK_M + part * STEP_M) * 4 + quad_lane * 8;
+#pragma unroll
+    for (int i = 0; i < STEP_M / 2; i += 2) {
+      const float2 negative = read_pair(address + 8 * (i / 4 * 4));
+      grads[i] = negative.x;
+      grads[i + 1] = negative.y;
+    }
+  };
+  // A box of this warpgroup's rows of grad_query, from the dS in `stage`.
+  const auto issue_box = [&](float (&columns)[BOX_COLUMNS / 2], int box, int stage) {
     grad_query_product(columns, shared.grad_scores + stage * DS_BYTES + 64 * warpgroup * BOX_ROW_BYTES,
                        shared.key + box * BLOCK_N * BOX_ROW_BYTES);
-    wgmma_wait<0>();
+  };
+  // Adds it to the sums of query tile `number`.
+  const auto add_box = [&](const float (&columns)[BOX_COLUMNS / 2], int box, int number) {
     float* sums = params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM) + Piece(warpgroup).offset +
                   (box * (BOX_COLUMNS / 8) * 128 + threadIdx.x % 128) * 4;
 #pragma unroll
@@ -179,8 +191,9 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       const uint32_t statistics = shared.statistics + part * STEP_M * 4 + quad_lane * 8;
       const auto issue_grads = [&] {
         barrier_wait(shared.do_full(half), phase);
+        begin_grads(part);
         wgmma_fence();
-        value.multiply(grads, descriptor(grad_out, 0));
+        value.multiply(grads, descriptor(grad_out, 0), DELTA_FIRST);
         wgmma_commit();
       };
       if (!LATE) issue_grads();
@@ -215,7 +228,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
 
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
-        const float2 negative = read_pair(statistics + BLOCK_M * 4 + 8 * i);
+        const float2 negative = DELTA_FIRST ? float2{} : read_pair(statistics + BLOCK_M * 4 + 8 * i);
         const float2 low = LATE ? unpack(probabilities[i / 2]) : make_float2(scores[i], scores[i + 1]);
         const float2 high = LATE ? unpack(probabilities[i / 2 + 1]) : make_float2(scores[i + 2], scores[i + 3]);
         grads[i] = low.x * (grads[i] + negative.x);
@@ -236,18 +249,37 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       accumulate_product<HEAD_DIM>(grad_key, grad_scores, shared.query + rows);
       wgmma_commit();
 
-      // A box of grad_query of the tile before with each part, as far as there are some.
-      if (number_before >= 0) {
-        const Ring<DS_STAGES> source = s.previous();
-        if (part == 0) barrier_wait(shared.ds_full(source.stage), source.phase);
-#pragma unroll 1
-        for (int box = ceil_div(part * BOXES, PARTS); box * PARTS < (part + 1) * BOXES; ++box)
-          add_box(box, source.stage, number_before);
-        if (part == LAST_PART_WITH_BOXES) release(shared.ds_empty(source.stage));
-      }
       const int next_part = last_part ? 0 : part + 1;
-      if (ends_half && left > 1) barrier_wait(shared.q_full(next_part * STEP_M / HALF_ROWS), phase ^ last_part);
-      issue_scores(next_part * STEP_M * BOX_ROW_BYTES);  // after the last part of all, for nothing
+      const auto issue_next = [&] {
+        if (ends_half && left > 1) barrier_wait(shared.q_full(next_part * STEP_M / HALF_ROWS), phase ^ last_part);
+        issue_scores(next_part * STEP_M * BOX_ROW_BYTES);  // after the last part of all, for nothing
+      };
+      // Boxes of grad_query of the tile before, spread over the parts.
+      int box = ceil_div(part * BOXES, PARTS);
+      const bool has_boxes = number_before >= 0 && box * PARTS < (part + 1) * BOXES;
+      const Ring<DS_STAGES> source = s.previous();
+      if (has_boxes && part == 0) barrier_wait(shared.ds_full(source.stage), source.phase);
+      wgmma_wait<0>();  // what follows takes the registers of dS
+      if (LATE || !has_boxes) {
+        if (has_boxes) {
+#pragma unroll 1
+          for (; box * PARTS < (part + 1) * BOXES; ++box) {
+            float columns[BOX_COLUMNS / 2];
+            issue_box(columns, box, source.stage);
+            wgmma_wait<0>();
+            add_box(columns, box, number_before);
+          }
+          if (part == LAST_PART_WITH_BOXES) release(shared.ds_empty(source.stage));
+        }
+        issue_next();
+      } else {
+        float columns[BOX_COLUMNS / 2];
+        issue_box(columns, box, source.stage);
+        issue_next();
+        wgmma_wait<1>();
+        if (part == LAST_PART_WITH_BOXES) release(shared.ds_empty(source.stage));
+        add_box(columns, box, number_before);
+      }
       wgmma_wait<0>();
       if (ends_half) {
         release(shared.do_empty(half));
@@ -267,7 +299,12 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     const Ring<DS_STAGES> source = s.previous();
     barrier_wait(shared.ds_full(source.stage), source.phase);
 #pragma unroll 1
-    for (int box = 0; box < BOXES; ++box) add_box(box, source.stage, number_before);
+    for (int box = 0; box < BOXES; ++box) {
+      float columns[BOX_COLUMNS / 2];
+      issue_box(columns, box, source.stage);
+      wgmma_wait<0>();
+      add_box(columns, box, number_before);
+    }
   }
   // The gradients leave through the places of the keys and values, which all have read.
   named_sync(ALL_CONSUMERS, 128 * CONSUMERS);

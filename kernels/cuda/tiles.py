@@ -235,6 +235,9 @@ class BackwardTile:
 
     Of the kernel for larger ones, with a head_dim above 192: paired: two blocks share the query's gradient of the keys
     of both, and load query and grad_out tiles once for both; do_stages does not count.
+
+    With a block_n of 128 and a head_dim above 128 another kernel is meant, in which the one stage of query and grad_out
+    arrives in halves; it is unstaged.
     """
 
     block_m: int
@@ -272,6 +275,8 @@ def choose_backward(
     query heads together. Measured on an H200 at S = 512 to 16,384 of 16,384 tokens; ``NOTES.md`` has the table.
     """
     usual = choose_backward_usual(head_dim, head_dim_v, is_causal, query_rows, deterministic)
+    if not deterministic and 128 < head_dim <= 192 and head_dim_v <= 128:
+        return in_halves(step_m=64)
     if deterministic or head_dim != head_dim_v:
         return usual
     if head_dim == 256 and query_rows >= (4096 if is_causal else 1024):
@@ -290,6 +295,13 @@ def choose_backward(
         fused = query_rows <= 2048 if is_causal else query_rows >= 3072
         return replace(usual, fused=fused, persistent=usual.persistent or fused or is_causal)
     return usual
+
+
+def in_halves(step_m: int, turns: bool = True, delta_first: bool = False) -> BackwardTile:
+    """A tile of the kernel for a head_dim of 144 to 192 with values of at most 128; step_m: 32 or 64."""
+    return BackwardTile(
+        128, 128, step_m, q_stages=1, do_stages=1, turns=turns, delta_first=delta_first, unstaged=True
+    )
 
 
 def choose_backward_usual(
