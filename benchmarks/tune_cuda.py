@@ -65,9 +65,12 @@ def candidates(head_dim: int, deterministic: bool, head_dim_v: int | None = None
     change = dataclasses.replace
     if deterministic:
         return [usual]
-    if 128 < head_dim <= 192 and head_dim_v <= 128:
-        turns = [tiles.in_halves(step, delta_first=delta) for step in (64, 32) for delta in (False, True)]
-        return [usual, *turns, *(tiles.in_halves(step, turns=False) for step in (64, 32))]
+    if tiles.fits_in_halves(head_dim, head_dim_v):
+        listed = [usual]
+        for stages in (1,) if head_dim_v > 128 else (2, 1):
+            listed += [tiles.in_halves(64, stages, delta_first=delta) for delta in (False, True)]
+            listed += [tiles.in_halves(32, stages), tiles.in_halves(64, stages, turns=False)]
+        return listed
     if head_dim != head_dim_v:
         return [usual]
     fused = change(usual, fused=True)

@@ -21,7 +21,7 @@
 #include "backward.cuh"
 
 static_assert(BLOCK_M == 128 && BLOCK_N == 128 && CONSUMERS == 2 && SPLIT_ROWS && UNSTAGED && !KEYS_IN_REGISTERS);
-static_assert(Q_STAGES == 1 && DO_STAGES == 1 && DS_STAGES == 2);
+static_assert(Q_STAGES == 1 && DO_STAGES == 1 && (DS_STAGES == 1 || DS_STAGES == 2));
 static_assert(!PERSISTENT && !FUSED && !PAIRED && !DIRECT && !MASKED && !DROPOUT && !PACKED);
 static_assert(!DETERMINISTIC);
 constexpr int THREADS = 384;
@@ -31,8 +31,10 @@ constexpr int HALVES = 2, HALF_ROWS = BLOCK_M / HALVES;
 constexpr int HALF_BOX_BYTES = HALF_ROWS * BOX_ROW_BYTES;
 static_assert(HALF_ROWS % STEP_M == 0);
 constexpr bool LATE = STEP_M == 64;
-// Of a query tile: in which a box of the tile before is still computed.
-constexpr int LAST_PART_WITH_BOXES = (BOXES - 1) * PARTS / BOXES;
+// With one stage of dS its halves are the places that are filled and emptied, each by the warpgroup that computes
+// grad_query of its rows, in the parts that follow it. With two a tile is, during all of the next one.
+constexpr bool DS_IN_HALVES = DS_STAGES == 1;
+constexpr int DS_PLACES = 2, PARTS_WITH_BOXES = DS_IN_HALVES ? PARTS / HALVES : PARTS;
 
 // Named barriers: of all consumers, and of the turns, one for each warpgroup.
 constexpr int ALL_CONSUMERS = 1, FIRST_TURN = 2;
@@ -55,8 +57,8 @@ struct Shared {
   __device__ uint32_t q_empty(int half) const { return barrier(2 + HALVES + half); }
   __device__ uint32_t do_full(int half) const { return barrier(2 + 2 * HALVES + half); }
   __device__ uint32_t do_empty(int half) const { return barrier(2 + 3 * HALVES + half); }
-  __device__ uint32_t ds_full(int stage) const { return barrier(2 + 4 * HALVES + stage); }
-  __device__ uint32_t ds_empty(int stage) const { return ds_full(DS_STAGES + stage); }
+  __device__ uint32_t ds_full(int place) const { return barrier(2 + 4 * HALVES + place); }
+  __device__ uint32_t ds_empty(int place) const { return ds_full(DS_PLACES + place); }
 };
 
 __device__ __forceinline__ void release(uint32_t barrier) {
@@ -238,12 +240,13 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       }
       uint32_t grad_scores[STEP_M / 4];
       pack_all(grad_scores, grads);
-      if (part == 0) barrier_wait(shared.ds_empty(s.stage), s.phase ^ 1);
+      const int place = DS_IN_HALVES ? half : s.stage;
+      if (DS_IN_HALVES ? part % PARTS_WITH_BOXES == 0 : part == 0) barrier_wait(shared.ds_empty(place), s.phase ^ 1);
       write_grad_scores(shared.grad_scores + s.stage * DS_BYTES + rows, grad_scores, warp_row);
-      if (last_part) {
+      if (DS_IN_HALVES ? ends_half : last_part) {
         store_fence();
         __syncwarp();
-        release(shared.ds_full(s.stage));
+        release(shared.ds_full(place));
       }
       wgmma_fence();
       accumulate_product<HEAD_DIM>(grad_key, grad_scores, shared.query + rows);
@@ -254,22 +257,26 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
         if (ends_half && left > 1) barrier_wait(shared.q_full(next_part * STEP_M / HALF_ROWS), phase ^ last_part);
         issue_scores(next_part * STEP_M * BOX_ROW_BYTES);  // after the last part of all, for nothing
       };
-      // Boxes of grad_query of the tile before, spread over the parts.
-      int box = ceil_div(part * BOXES, PARTS);
-      const bool has_boxes = number_before >= 0 && box * PARTS < (part + 1) * BOXES;
-      const Ring<DS_STAGES> source = s.previous();
-      if (has_boxes && part == 0) barrier_wait(shared.ds_full(source.stage), source.phase);
+      // Boxes of grad_query, spread over the parts: of the tile before, or of this one's first half.
+      const bool of_this = DS_IN_HALVES && warpgroup == 0;
+      const int turn = of_this ? part - (PARTS - PARTS_WITH_BOXES) : part, number_of = of_this ? number : number_before;
+      int box = ceil_div(turn * BOXES, PARTS_WITH_BOXES);
+      const int end = min(ceil_div((turn + 1) * BOXES, PARTS_WITH_BOXES), BOXES);
+      const bool has_boxes = turn >= 0 && number_of >= 0 && box < end;
+      const Ring<DS_STAGES> source = of_this ? s : s.previous();
+      const int source_place = DS_IN_HALVES ? warpgroup : source.stage;
+      if (has_boxes && turn == 0) barrier_wait(shared.ds_full(source_place), source.phase);
       wgmma_wait<0>();  // what follows takes the registers of dS
-      if (LATE || !has_boxes) {
+      if (LATE || DS_IN_HALVES || !has_boxes) {
         if (has_boxes) {
 #pragma unroll 1
-          for (; box * PARTS < (part + 1) * BOXES; ++box) {
+          for (; box < end; ++box) {
             float columns[BOX_COLUMNS / 2];
             issue_box(columns, box, source.stage);
             wgmma_wait<0>();
-            add_box(columns, box, number_before);
+            if (box == BOXES - 1) release(shared.ds_empty(source_place));
+            add_box(columns, box, number_of);
           }
-          if (part == LAST_PART_WITH_BOXES) release(shared.ds_empty(source.stage));
         }
         issue_next();
       } else {
@@ -277,8 +284,8 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
         issue_box(columns, box, source.stage);
         issue_next();
         wgmma_wait<1>();
-        if (part == LAST_PART_WITH_BOXES) release(shared.ds_empty(source.stage));
-        add_box(columns, box, number_before);
+        if (end == BOXES) release(shared.ds_empty(source_place));
+        add_box(columns, box, number_of);
       }
       wgmma_wait<0>();
       if (ends_half) {
@@ -296,14 +303,16 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
         first_row = ends_head ? last_row : first_row - BLOCK_M;
       }
     }
-    const Ring<DS_STAGES> source = s.previous();
-    barrier_wait(shared.ds_full(source.stage), source.phase);
+    if (!DS_IN_HALVES || warpgroup == 1) {
+      const Ring<DS_STAGES> source = s.previous();
+      barrier_wait(shared.ds_full(DS_IN_HALVES ? warpgroup : source.stage), source.phase);
 #pragma unroll 1
-    for (int box = 0; box < BOXES; ++box) {
-      float columns[BOX_COLUMNS / 2];
-      issue_box(columns, box, source.stage);
-      wgmma_wait<0>();
-      add_box(columns, box, number_before);
+      for (int box = 0; box < BOXES; ++box) {
+        float columns[BOX_COLUMNS / 2];
+        issue_box(columns, box, source.stage);
+        wgmma_wait<0>();
+        add_box(columns, box, number_before);
+      }
     }
   }
   // The gradients leave through the places of the keys and values, which all have read.
@@ -343,9 +352,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
       barrier_init(shared.do_full(half), 1);
       barrier_init(shared.do_empty(half), 4 * CONSUMERS);
     }
-    for (int stage = 0; stage < DS_STAGES; ++stage) {
-      barrier_init(shared.ds_full(stage), 4 * CONSUMERS);
-      barrier_init(shared.ds_empty(stage), 4 * CONSUMERS);
+    for (int place = 0; place < DS_PLACES; ++place) {
+      barrier_init(shared.ds_full(place), 4 * CONSUMERS);
+      barrier_init(shared.ds_empty(place), DS_IN_HALVES ? 4 : 4 * CONSUMERS);
     }
     barrier_init_fence();
   }

@@ -1,4 +1,4 @@
-"""The Hopper backward of a head_dim of 144 to 192 with values of at most 128 columns: query tiles arrive in halves.
+"""The Hopper backward of a head_dim of 144 to 192, up to 320 together with the value's: query tiles arrive in halves.
 
 Each form of the kernel that the tuner tries is forced; gradients are judged against float64.
 """
@@ -17,12 +17,16 @@ from torch_flashbackend.kernels.cuda import backward, tiles
 from common import gradient_for, results_of, simple_call, tensor_in_layout
 
 pytestmark = HOPPER_ONLY
+# Of 192 with values of 128 columns; those with one stage of dS run at 160 too.
 FORMS = {
-    "64": tiles.in_halves(64),
-    "64 delta first": tiles.in_halves(64, delta_first=True),
-    "64 without turns": tiles.in_halves(64, turns=False),
-    "32": tiles.in_halves(32),
-    "32 delta first": tiles.in_halves(32, delta_first=True),
+    "64, two stages": tiles.in_halves(64, 2),
+    "64, two stages, delta first": tiles.in_halves(64, 2, delta_first=True),
+    "64, two stages, without turns": tiles.in_halves(64, 2, turns=False),
+    "32, two stages": tiles.in_halves(32, 2),
+    "64, one stage": tiles.in_halves(64, 1),
+    "64, one stage, delta first": tiles.in_halves(64, 1, delta_first=True),
+    "64, one stage, without turns": tiles.in_halves(64, 1, turns=False),
+    "32, one stage": tiles.in_halves(32, 1),
 }
 # Queries and keys around tiles of 128 and their halves, few and many tiles, keys that no query sees.
 LENGTHS = [(1, 1), (63, 129), (64, 64), (65, 300), (128, 128), (129, 127), (200, 513), (333, 400), (641, 190)]
@@ -33,11 +37,12 @@ def form(request, monkeypatch):
     """Calls in the default mode run this form of the kernel."""
 
     def choose(head_dim, head_dim_v, is_causal, query_rows, deterministic):
-        assert 128 < head_dim <= 192 and head_dim_v <= 128 and not deterministic
+        assert tiles.fits_in_halves(head_dim, head_dim_v) and not deterministic
         return request.param
 
     monkeypatch.setattr(tiles, "choose_backward", choose)
     monkeypatch.setattr(backward, "_plans", {})
+    return request.param
 
 
 @pytest.fixture
@@ -76,7 +81,15 @@ def test_many_blocks(check_gradients, form):
     check_gradients(simple_call(1, 2, 4096, 4096, 192, head_dim_v=128, is_causal=True))
 
 
-@pytest.mark.parametrize("head_dims", [(136, 128), (144, 64), (160, 128), (176, 8), (184, 120)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_values_as_wide_as_keys(check_gradients, form, is_causal):
+    if form.ds_stages == 1:
+        for number, (seqlen_q, seqlen_k) in enumerate(LENGTHS[::2]):
+            check_gradients(simple_call(2, 4, seqlen_q, seqlen_k, 160, is_causal=is_causal, seed=number))
+        check_gradients(simple_call(5, 40, 700, 500, 160, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("head_dims", [(136, 128), (144, 64), (160, 128), (176, 8), (184, 120), (144, 176)], ids=str)
 def test_head_dims(check_gradients, head_dims):
     """Where the last box of columns is not full; with the table's form."""
     for is_causal in (False, True):
