@@ -5,14 +5,17 @@ Each form of the kernel that the tuner tries is forced; gradients are judged aga
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import os
 
 import pytest
 import torch
 from hopper_calls import DTYPES, HOPPER_ONLY, gradient_checker
 
 from torch_flashbackend import ops
-from torch_flashbackend.kernels.cuda import backward, tiles
+from torch_flashbackend.kernels import KernelUnavailable
+from torch_flashbackend.kernels.cuda import backward, forward, tiles
 
 from common import gradient_for, results_of, simple_call, tensor_in_layout
 
@@ -30,6 +33,29 @@ FORMS = {
 }
 # Queries and keys around tiles of 128 and their halves, few and many tiles, keys that no query sees.
 LENGTHS = [(1, 1), (63, 129), (64, 64), (65, 300), (128, 128), (129, 127), (200, 513), (333, 400), (641, 190)]
+
+
+def compile_or_leave(specialisation):
+    with contextlib.suppress(KernelUnavailable):
+        specialisation.compile()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_side_by_side():
+    """What most tests launch, compiled several at a time."""
+    jobs = []
+    for dtype in DTYPES:
+        for is_causal in (False, True):
+            for sizes in ((192, 128), (160, 160)):
+                jobs.append(
+                    forward.specialise(
+                        *sizes, dtype, is_causal, True, seqlen_q=333, seqlen_k=400, batch_heads=8, num_sms=132
+                    )
+                )
+                chosen = backward.specialise(*sizes, dtype, is_causal, False, 1)
+                jobs += [chosen._replace(tile=tile) for tile in FORMS.values() if sizes[1] == 128 or tile.ds_stages < 2]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(compile_or_leave, jobs))
 
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS)
