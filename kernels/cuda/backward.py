@@ -5,7 +5,7 @@ May import torch, ``nvrtc.py``, ``driver.py``, ``plans.py``, ``_torch.py`` and t
 
 As ``forward.py``: a ``Specialisation``, a ``Plan`` for tensors of these shapes and strides, and the launches, which
 patch pointers in. Three kernels in one binary: they prepare, compute, and finish the query's gradient. The second is
-``backward.cu`` or, for a head_dim above 128, ``backward_wide.cu``.
+``backward.cu`` or, for a head_dim above 128, ``backward_halves.cu`` where its sums fit, else ``backward_wide.cu``.
 """
 
 from __future__ import annotations

@@ -1,23 +1,26 @@
-// Backward attention on Hopper (compute capability 9.0) for head_dim from 144 to 192 with values of at most 128 columns:
-// the kernel of backward.cu, with twice as many keys in a block as that of backward_wide.cu, so that half as much is
-// loaded and added to grad_query's sums for each key. That binds there, at 192 with 128 columns.
+// Backward attention on Hopper (compute capability 9.0) for a head_dim of 144 to 192, up to 320 together with the
+// value's: the kernel of backward.cu, with twice as many keys in a block as that of backward_wide.cu, so that half as
+// much is loaded and added to grad_query's sums for each key. That is what binds there (NOTES.md).
 //
 //   loading warp:    keys and values once; then query and grad_out tiles of 128 rows in halves of 64, each of which
-//                    takes the place of the half before it in the same rows as soon as that has been used
-//   each consumer warpgroup, 64 keys, STEP_M queries at a time, which bounds its registers:
-//     LATE:            P^T = exp2(S^T), kept rounded alone;  dP^T = value grad_out^T;  grad_value += P^T grad_out
-//     else:            dP^T = value grad_out^T;  P^T = exp2(S^T) meanwhile;  grad_value += P^T grad_out
-//     dS^T meanwhile, into shared memory for the other one;  grad_key += dS^T query;  then, from registers to its sums,
-//     a box of its 64 rows of grad_query = dS key of the tile before, whose dS both have written by now;  the next S^T
+//                    comes to the same rows as the one before as soon as both warpgroups have used that
+//   each consumer warpgroup, 64 keys, for STEP_M queries at a time, which bounds its registers:
+//     LATE:          P^T = exp2(S^T), of which it keeps what is rounded alone;  issue dP^T = value grad_out^T
+//     else:          issue dP^T;  P^T = exp2(S^T) meanwhile
+//     then:          issue grad_value += P^T grad_out;  dS^T meanwhile, into shared memory for the other one;
+//                    issue grad_key += dS^T query;  some boxes of its 64 rows of grad_query = dS key, each added from
+//                    registers to its sums;  issue the next S^T = key query'^T
 //
+// The rows of grad_query that a warpgroup computes are those of the tile before, whose dS both have written by now;
+// with one stage of dS, whose halves then serve in turn, those of the first half follow at once.
 // TURNS, DELTA_FIRST: as there.
 //
-// Shared memory: one key and one value tile, one of query and of grad_out, two of dS.
-// Registers: (HEAD_DIM + HEAD_DIM_V) / 2 for the sums; STEP_M / 2 for S and dP each, or LATE for the larger of them; half
-// of that for P and dS rounded; 32 for a box of grad_query while there is no dP.
+// Shared memory: one key and one value tile, one of query and of grad_out, one or two of dS.
+// Registers: (HEAD_DIM + HEAD_DIM_V) / 2 for the sums; STEP_M / 2 for S and dP each, or LATE for one of them at a time;
+// half of that for P and dS rounded; 32 for a box of grad_query, when there is no dP.
 //
 // Defined by the host (backward.py): as for backward.cu, with BLOCK_M and BLOCK_N 128, one stage of query and grad_out,
-// STEP_M 32, or 64 for LATE.
+// STEP_M 32, or 64 for LATE, DS_STAGES 1 or 2.
 #include "backward.cuh"
 
 static_assert(BLOCK_M == 128 && BLOCK_N == 128 && CONSUMERS == 2 && SPLIT_ROWS && UNSTAGED && !KEYS_IN_REGISTERS);
@@ -115,8 +118,8 @@ __device__ __forceinline__ void grad_query_product(float (&columns)[BOX_COLUMNS 
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < BLOCK_N / 16; ++k)
-    Wgmma<BOX_COLUMNS>::ss_columns(columns, moved(left, column_group<BLOCK_M>(k)),
-                                   moved(right, k * 16 * BOX_ROW_BYTES), k > 0);
+    Wgmma<BOX_COLUMNS>::ss_columns(columns, moved(left, column_group<BLOCK_M>(k)), moved(right, k * 16 * BOX_ROW_BYTES),
+                                   k > 0);
   wgmma_commit();
 }
 
