@@ -262,13 +262,13 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       };
       // Boxes of grad_query, spread over the parts: of the tile before, or of this one's first half.
       const bool of_this = DS_IN_HALVES && warpgroup == 0;
-      const int turn = of_this ? part - (PARTS - PARTS_WITH_BOXES) : part, number_of = of_this ? number : number_before;
-      int box = ceil_div(turn * BOXES, PARTS_WITH_BOXES);
-      const int end = min(ceil_div((turn + 1) * BOXES, PARTS_WITH_BOXES), BOXES);
-      const bool has_boxes = turn >= 0 && number_of >= 0 && box < end;
+      const int nth = of_this ? part - (PARTS - PARTS_WITH_BOXES) : part, number_of = of_this ? number : number_before;
+      int box = ceil_div(nth * BOXES, PARTS_WITH_BOXES);
+      const int end = min(ceil_div((nth + 1) * BOXES, PARTS_WITH_BOXES), BOXES);
+      const bool has_boxes = nth >= 0 && number_of >= 0 && box < end;
       const Ring<DS_STAGES> source = of_this ? s : s.previous();
       const int source_place = DS_IN_HALVES ? warpgroup : source.stage;
-      if (has_boxes && turn == 0) barrier_wait(shared.ds_full(source_place), source.phase);
+      if (has_boxes && nth == 0) barrier_wait(shared.ds_full(source_place), source.phase);
       wgmma_wait<0>();  // what follows takes the registers of dS
       if (LATE || DS_IN_HALVES || !has_boxes) {
         if (has_boxes) {
