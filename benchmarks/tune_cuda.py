@@ -2,6 +2,7 @@
 
     python -m benchmarks.tune_cuda --out benchmarks/results/tune_cuda.json [--only 128] [--lengths 2048] [--budget 60]
     python -m benchmarks.tune_cuda --out FILE.json --problems closest --modes default
+    python -m benchmarks.tune_cuda --out FILE.json --problems 192v128:4096c,192v128:4096 --modes default
 
 First every candidate is compiled, in parallel; then checked against float64 in a process of its own, where one that
 hangs or faults costs that process alone; then those that passed are timed beside cuDNN (or --peers), in turn, on
@@ -38,7 +39,8 @@ from torch_flashbackend.kernels.cuda import backward, forward, tiles
 from torch_flashbackend.kernels.cuda.tiles import BackwardTile
 
 TOKENS, WIDTH = 16384, 2048
-# Where other kernels come closest, or are faster: head_dim:length, c for causal, /query heads of a key head.
+# Where other kernels come closest, or are faster: head_dim:length, c for causal, /query heads of a key head. A value of
+# other columns has them after the head_dim, as 192v128.
 CLOSEST = "128:8192c/4,128:512c,128:16384c,128:16384,256:512c,128:8192,128:1024c,128:2048,128:2048c/4,64:512c"
 # batch, query heads, key heads, seqlen_q, seqlen_k of what is checked.
 # The last ones have more tiles of keys than multiprocessors, and more heads than have sums at a time.
@@ -56,11 +58,20 @@ SECONDS_PER_CHECK = 15.0
 MOST_HANGS = 3  # no more are checked after so many
 
 
-def candidates(head_dim: int, deterministic: bool) -> list[BackwardTile]:
-    """What is tried, the usual one first; the table chooses among these."""
-    usual = tiles.choose_backward_usual(head_dim, head_dim, True, 1 << 20, deterministic)
+def candidates(head_dim: int, deterministic: bool, head_dim_v: int | None = None) -> list[BackwardTile]:
+    """What is tried, the usual one first; the table chooses among these. head_dim_v: unless it is head_dim."""
+    head_dim_v = head_dim_v or head_dim
+    usual = tiles.choose_backward_usual(head_dim, head_dim_v, True, 1 << 20, deterministic)
     change = dataclasses.replace
     if deterministic:
+        return [usual]
+    if tiles.fits_in_halves(head_dim, head_dim_v):
+        listed = [usual]
+        for stages in (1,) if head_dim_v > 128 else (2, 1):
+            listed += [tiles.in_halves(64, stages, delta_first=delta) for delta in (False, True)]
+            listed += [tiles.in_halves(32, stages), tiles.in_halves(64, stages, turns=False)]
+        return listed
+    if head_dim != head_dim_v:
         return [usual]
     fused = change(usual, fused=True)
     if head_dim > 192:
@@ -83,13 +94,20 @@ class Problem(NamedTuple):
     seqlen: int
     is_causal: bool
     group: int = 1
+    value: int = 0  # the value's head_dim, unless it is head_dim
+
+    @property
+    def head_dim_v(self) -> int:
+        """The value's head_dim."""
+        return self.value or self.head_dim
 
     @classmethod
     def parse(cls, text: str) -> Problem:
-        """Of head_dim:length, "c" for causal, "/query heads of a key head"."""
+        """Of head_dim:length or head_dim, "v", the value's, "c" for causal, "/query heads of a key head"."""
         text, _, group = text.partition("/")
-        head_dim, length = text.removesuffix("c").split(":")
-        return cls(int(head_dim), int(length), text.endswith("c"), int(group or 1))
+        head_dims, length = text.removesuffix("c").split(":")
+        head_dim, _, value = head_dims.partition("v")
+        return cls(int(head_dim), int(length), text.endswith("c"), int(group or 1), int(value or 0))
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -99,7 +117,8 @@ class Problem(NamedTuple):
 
     def suits(self, candidate: Candidate) -> bool:
         """Whether the candidate is of this head_dim and mask."""
-        return (candidate.head_dim, candidate.is_causal) == (self.head_dim, self.is_causal)
+        sizes = candidate.head_dim, candidate.head_dim_v, candidate.is_causal
+        return sizes == (self.head_dim, self.head_dim_v, self.is_causal)
 
     def tries(self, tile: BackwardTile) -> bool:
         """Whether it may be worth while: what saves time between short blocks, or within long ones."""
@@ -114,7 +133,8 @@ class Problem(NamedTuple):
     def name(self) -> str:
         """As printed."""
         heads = f" of {self.group} heads" * (self.group > 1)
-        return f"D={self.head_dim} S={self.seqlen} {'causal' if self.is_causal else 'full'}{heads}"
+        head_dims = f"{self.head_dim}v{self.value}" if self.value else f"{self.head_dim}"
+        return f"D={head_dims} S={self.seqlen} {'causal' if self.is_causal else 'full'}{heads}"
 
 
 def name_of(tile: BackwardTile) -> str:
@@ -132,18 +152,25 @@ class Candidate:
     is_causal: bool
     deterministic: bool
     tile: BackwardTile
+    value: int = 0  # as in Problem
+
+    @property
+    def head_dim_v(self) -> int:
+        """The value's head_dim."""
+        return self.value or self.head_dim
 
     @property
     def name(self) -> str:
         """With its problem's head_dim and mask."""
         mask, mode = "causal" if self.is_causal else "full", ", deterministic" if self.deterministic else ""
-        return f"D={self.head_dim} {mask}{mode} {name_of(self.tile)}"
+        head_dims = f"{self.head_dim}v{self.value}" if self.value else f"{self.head_dim}"
+        return f"D={head_dims} {mask}{mode} {name_of(self.tile)}"
 
     @property
     def specialisation(self) -> backward.Specialisation:
         """What it runs."""
-        size = self.head_dim
-        chosen = backward.specialise(size, size, torch.bfloat16, self.is_causal, self.deterministic, 1)
+        sizes = self.head_dim, self.head_dim_v
+        chosen = backward.specialise(*sizes, torch.bfloat16, self.is_causal, self.deterministic, 1)
         return chosen._replace(tile=self.tile)
 
     def compile(self) -> str | None:
@@ -169,7 +196,7 @@ def compile_forwards(problems: list[Problem]) -> None:
         for batch_heads, seqlen_q, seqlen_k in [(b * h, q, k) for b, h, _, q, k in CHECKED] + [timed]:
             wanted.add(
                 forward.specialise(
-                    problem.head_dim, problem.head_dim, torch.bfloat16, problem.is_causal, True,
+                    problem.head_dim, problem.head_dim_v, torch.bfloat16, problem.is_causal, True,
                     seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_heads=batch_heads, num_sms=num_sms,
                 )
             )  # fmt: skip
@@ -191,10 +218,13 @@ def line_of(row: dict[str, Any], best: int = 3) -> str:
 # ---------------------------------------------------------------------------------------------------------------- check
 
 
-def make(batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int, head_dim: int) -> list[torch.Tensor]:
+def make(
+    batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int, head_dim: int, head_dim_v: int
+) -> list[torch.Tensor]:
     """query, key, value, grad_out, random."""
-    sizes = ((heads, seqlen_q), (kv_heads, seqlen_k), (kv_heads, seqlen_k), (heads, seqlen_q))
-    return [torch.randn(batch, *size, head_dim, device="cuda", dtype=torch.bfloat16) for size in sizes]
+    queries, keys = (batch, heads, seqlen_q), (batch, kv_heads, seqlen_k)
+    shapes = (*queries, head_dim), (*keys, head_dim), (*keys, head_dim_v), (*queries, head_dim_v)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
 
 
 def with_forward(tensors: list[torch.Tensor], is_causal: bool) -> tuple[Any, ...]:
@@ -215,11 +245,11 @@ def launcher(candidate: Candidate, arguments: tuple[Any, ...]) -> Callable[[], N
 
 @functools.lru_cache(len(CHECKED))
 def right_answer(
-    shape: tuple[int, ...], head_dim: int, is_causal: bool
+    shape: tuple[int, ...], head_dim: int, head_dim_v: int, is_causal: bool
 ) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
     """The backward's arguments for random tensors, and the gradients in float64; candidates of a kind share them."""
     torch.manual_seed(CHECKED.index(shape))
-    tensors = make(*shape, head_dim)
+    tensors = make(*shape, head_dim, head_dim_v)
     leaves = [t.double().requires_grad_() for t in tensors[:3]]
     out = scaled_dot_product_attention(*leaves, is_causal=is_causal, enable_gqa=shape[1] != shape[2])
     return with_forward(tensors, is_causal), torch.autograd.grad(out, leaves, tensors[3].double())
@@ -230,7 +260,7 @@ def check(candidate: Candidate) -> dict[str, Any]:
     errors = {"query": 0.0, "key": 0.0, "value": 0.0}
     repeats = True
     for shape in CHECKED:
-        arguments, expected = right_answer(shape, candidate.head_dim, candidate.is_causal)
+        arguments, expected = right_answer(shape, candidate.head_dim, candidate.head_dim_v, candidate.is_causal)
         for grad in arguments[6:]:
             grad.fill_(torch.nan)
         run = launcher(candidate, arguments)
@@ -249,7 +279,7 @@ def check(candidate: Candidate) -> dict[str, Any]:
 
 def check_here(numbers: list[int], listed: list[Candidate]) -> None:
     """In the child: one line of JSON for each candidate."""
-    for number in sorted(numbers, key=lambda n: (listed[n].head_dim, listed[n].is_causal)):
+    for number in sorted(numbers, key=lambda n: (listed[n].head_dim, listed[n].value, listed[n].is_causal)):
         try:
             result = check(listed[number])
         except Exception as error:
@@ -377,9 +407,9 @@ def differences(launchers: dict[str, Callable[[], None]], grads: tuple[torch.Ten
 
 def time_problem(problem: Problem, right: list[Candidate], meter: Meter, peers: list[str]) -> dict[str, Any]:
     """Rates in TFLOP/s by contender and candidate."""
-    head_dim, seqlen, is_causal, group = problem
+    head_dim, head_dim_v, seqlen, is_causal = problem.head_dim, problem.head_dim_v, problem.seqlen, problem.is_causal
     batch, heads, kv_heads = problem.shape
-    tensors = make(batch, heads, kv_heads, seqlen, seqlen, head_dim)
+    tensors = make(batch, heads, kv_heads, seqlen, seqlen, head_dim, head_dim_v)
     arguments = with_forward(tensors, is_causal)
     launchers = {}
     for candidate in right:
@@ -391,7 +421,7 @@ def time_problem(problem: Problem, right: list[Candidate], meter: Meter, peers: 
         run.call()
     runs |= {name: Run(run) for name, run in launchers.items()}
     times = meter.gpu_times(runs)
-    flops = 10 * batch * heads * seqlen**2 * head_dim / (2 if is_causal else 1)
+    flops = 2 * batch * heads * seqlen**2 * (3 * head_dim + 2 * head_dim_v) / (2 if is_causal else 1)
     rates = {name: flops / ms / 1e9 for name, ms in times.items()}
     best = max(launchers, key=lambda name: rates[name])
     entries = next(candidate.specialisation.entries for candidate in right if candidate.name == best)
@@ -399,7 +429,11 @@ def time_problem(problem: Problem, right: list[Candidate], meter: Meter, peers: 
     row = {"problem": problem.name, "tflops": rates, "best": best}
     named = [
         Candidate(
-            head_dim, is_causal, mode, tiles.choose_backward(head_dim, head_dim, is_causal, seqlen * group, mode)
+            head_dim,
+            is_causal,
+            mode,
+            tiles.choose_backward(head_dim, head_dim_v, is_causal, seqlen * problem.group, mode),
+            problem.value,
         ).name
         for mode in (False, True)
     ]
@@ -434,13 +468,13 @@ def main() -> None:
             for head_dim in options.only.split(",")
             for is_causal in (False, True)
         ]
-    kinds = list(dict.fromkeys((problem.head_dim, problem.is_causal) for problem in problems))
+    kinds = list(dict.fromkeys((problem.head_dim, problem.value, problem.is_causal) for problem in problems))
     listed = [
-        Candidate(head_dim, is_causal, deterministic, tile)
-        for head_dim, is_causal in kinds
+        Candidate(head_dim, is_causal, deterministic, tile, value)
+        for head_dim, value, is_causal in kinds
         for deterministic in (False, True)
         if ("deterministic" if deterministic else "default") in options.modes.split(",")
-        for tile in candidates(head_dim, deterministic)
+        for tile in candidates(head_dim, deterministic, value)
         if is_causal or not tile.direct
     ]
     if options.problems:

@@ -24,6 +24,7 @@ from torch_flashbackend.problem import Problem
 
 MEMORY = 1 << 30
 LISTS, TABLE = 1 << 29, 1 << 28  # of a mask, of dropout
+TABLE_OF_DENSE_CALLS = tiles.choose_backward
 
 
 @pytest.fixture
@@ -240,10 +241,47 @@ def test_the_table_of_dense_calls():
     )
     assert flags(64, True, 2049) == flags(64, True, 8191) == flags(64, False, 1536) == {"persistent"}
     assert flags(64, True, 8192) == flags(64, False, 8192) == flags(64, False, 3071) == set()
+    for dims in ((192, 128), (144, 16), (160, 160), (144, 176)):
+        assert tiles.choose_backward(*dims, True, 1 << 12, False).block_n == 128
+    for dims in ((192, 144), (176, 176), (208, 112), (144, 208)):
+        assert tiles.choose_backward(*dims, True, 1 << 12, False).block_n == 64
     for head_dim in (64, 128, 256):
         for is_causal in (False, True):
             assert flags(head_dim, is_causal, 1 << 12, deterministic=True) == set()
             assert flags(head_dim, is_causal, 1 << 12, head_dim_v=32) == set()
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (136, 40), (160, 160)])
+def test_query_tiles_that_arrive_in_halves(cuda, monkeypatch, head_dim, head_dim_v):
+    """128 keys a block of a head_dim above 128; boxes of queries and of their gradients have half of a tile's rows."""
+    boxes = []
+    maps = driver.TensorMaps
+
+    def tensor_maps(dtype, shape, strides, rows, *others):
+        boxes.append(rows)
+        return maps(dtype, shape, strides, rows, *others)
+
+    monkeypatch.setattr(driver, "TensorMaps", tensor_maps)
+    monkeypatch.setattr(tiles, "choose_backward", TABLE_OF_DENSE_CALLS)
+    run(tensors(seqlen_q=300, seqlen_k=500, head_dim=head_dim, head_dim_v=head_dim_v))
+    assert "HALVES" in cuda.compiled[-1].text
+    grids, blocks = [launch[0][0] for launch in cuda.launches], [launch[1][0] for launch in cuda.launches]
+    assert (grids, blocks) == ([3 * 8, 4 * 4, 3 * 8], [256, 384, 256])
+    assert boxes == [64, 128, 128, 64, 128, 128]
+    assert cuda.launches[1][2] <= 227 << 10
+    params = params_of(cuda, 1)[1]
+    assert (params.q_tiles, params.k_tiles, params.head_dim, params.head_dim_v) == (3, 4, head_dim, head_dim_v)
+    assert cuda.workspace == 8 * 3 * 128 * (math.ceil(head_dim / 16) * 16)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_fixed_order_and_no_gradient_of_the_query_need_the_kernel_with_roles(cuda, monkeypatch, deterministic):
+    monkeypatch.setattr(tiles, "choose_backward", TABLE_OF_DENSE_CALLS)
+    listed = tensors(head_dim=192, head_dim_v=128)
+    if not deterministic:
+        listed[6] = None
+    run(listed, deterministic=deterministic)
+    assert cuda.compiled[-1].defines["BLOCK_N"] == 64 and cuda.launches[1][1] == [512, 1, 1]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

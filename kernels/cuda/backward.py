@@ -5,7 +5,7 @@ May import torch, ``nvrtc.py``, ``driver.py``, ``plans.py``, ``_torch.py`` and t
 
 As ``forward.py``: a ``Specialisation``, a ``Plan`` for tensors of these shapes and strides, and the launches, which
 patch pointers in. Three kernels in one binary: they prepare, compute, and finish the query's gradient. The second is
-``backward.cu`` or, for a head_dim above 128, ``backward_wide.cu``.
+``backward.cu`` or, for a head_dim above 128, ``backward_halves.cu`` where its sums fit, else ``backward_wide.cu``.
 """
 
 from __future__ import annotations
@@ -199,8 +199,13 @@ class Specialisation(NamedTuple):
 
     @property
     def is_wide(self) -> bool:
-        """Whether the sums of the keys' and values' gradients need a warpgroup each."""
-        return max(self.head_dim, self.head_dim_v) > 128
+        """Whether the sums of the keys' and values' gradients have a warpgroup each (``backward_wide.cu``)."""
+        return max(self.head_dim, self.head_dim_v) > 128 and self.tile.block_n == 64
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether query tiles arrive in halves (``backward_halves.cu``)."""
+        return max(self.head_dim, self.head_dim_v) > 128 and self.tile.block_n == 128
 
     @property
     def blocks_of_cluster(self) -> int:
@@ -221,11 +226,13 @@ class Specialisation(NamedTuple):
             columns |= {min(size, 128), size % 128}
         if self.is_wide:
             columns |= {64}
+        elif self.in_halves:
+            columns |= {64, self.head_dim % 64}
         elif tile.block_m == tile.block_n:  # a warpgroup computes 64 rows of the query's gradient
             columns |= {self.head_dim}
         else:  # or whole boxes of 64 columns
             columns |= {_round_up(self.head_dim, 64) // tile.num_warpgroups}
-        file = "backward_wide.cu" if self.is_wide else "backward.cu"
+        file = "backward_wide.cu" if self.is_wide else "backward_halves.cu" if self.in_halves else "backward.cu"
         return sources.source(MAIN, file, self.defines, columns - {0}, self.is_bf16)
 
     @property
@@ -490,7 +497,8 @@ class Plan:
             if has_dropout:
                 maker = ctypes.c_void_p(driver.load_function(binary, dropout.ENTRY, index, 0))
                 self._dropout = dropout.Keys(maker, batch * heads, seqlen_q, seqlen_k, query.device)
-            rows = (tile.block_m, tile.block_n, tile.block_n, tile.block_m, tile.block_n, tile.block_n)
+            loaded = tile.block_m // 2 if spec.in_halves else tile.block_m
+            rows = (loaded, tile.block_n, tile.block_n, loaded, tile.block_n, tile.block_n)
             self._maps = [
                 driver.TensorMaps(t.dtype, t.shape, t.stride(), n, t.data_ptr(), index)
                 for t, n in zip((query, key, value, grad_out, grad_key, grad_value), rows, strict=True)

@@ -235,6 +235,9 @@ class BackwardTile:
 
     Of the kernel for larger ones, with a head_dim above 192: paired: two blocks share the query's gradient of the keys
     of both, and load query and grad_out tiles once for both; do_stages does not count.
+
+    With a block_n of 128 and a head_dim above 128 another kernel is meant, in which the one stage of query and grad_out
+    arrives in halves; it is unstaged.
     """
 
     block_m: int
@@ -272,6 +275,8 @@ def choose_backward(
     query heads together. Measured on an H200 at S = 512 to 16,384 of 16,384 tokens; ``NOTES.md`` has the table.
     """
     usual = choose_backward_usual(head_dim, head_dim_v, is_causal, query_rows, deterministic)
+    if not deterministic and fits_in_halves(head_dim, head_dim_v):
+        return in_halves(step_m=64, ds_stages=2 if head_dim_v <= 128 else 1)
     if deterministic or head_dim != head_dim_v:
         return usual
     if head_dim == 256 and query_rows >= (4096 if is_causal else 1024):
@@ -290,6 +295,16 @@ def choose_backward(
         fused = query_rows <= 2048 if is_causal else query_rows >= 3072
         return replace(usual, fused=fused, persistent=usual.persistent or fused or is_causal)
     return usual
+
+
+def fits_in_halves(head_dim: int, head_dim_v: int) -> bool:
+    """Whether the kernel whose query tiles arrive in halves takes these: its sums leave registers for all else."""
+    return 128 < head_dim <= 192 and head_dim_v <= 192 and head_dim + head_dim_v <= 320
+
+
+def in_halves(step_m: int, ds_stages: int, turns: bool = True, delta_first: bool = False) -> BackwardTile:
+    """A tile of that kernel. step_m: 32 or 64. ds_stages: 1, or 2 where values of at most 128 columns leave room."""
+    return BackwardTile(128, 128, step_m, 1, 1, ds_stages, turns=turns, delta_first=delta_first, unstaged=True)
 
 
 def choose_backward_usual(
