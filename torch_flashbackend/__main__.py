@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import __version__, nvrtc, policy, routing
+from . import __version__, nvrtc, policy, routing, verify
 from .batch_invariance import is_batch_invariant
 from .explain import explain_problem, other_implementations, plugin_enabled
 from .precompile import WarmupError, warmup
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             dropout_p=options.dropout,
             scale=options.scale,
             training=options.training,
-            gpu=_full_name(options.gpu),
+            gpu=policy.full_name(options.gpu),
             architecture=options.architecture,
         )
     except ValueError as error:
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     kind.add_argument("--full", action="store_true", help="calls that are not causal alone")
     warm.add_argument("--inference", action="store_true", help="calls without gradients alone")
     warm.add_argument(
-        "--backend", choices=routing.KERNELS, nargs="+", help="these in order, as sdpa_backend; else as measured"
+        "--backend", choices=routing.BACKENDS, nargs="+", help="these in order, as sdpa_backend; else as measured"
     )
     warm.add_argument("--gpu", help='the GPU to compile for, if not this machine\'s: "NVIDIA H200"')
     warm.add_argument("--architecture", help="for a GPU whose name is not known here: sm_90, gfx942, ...")
@@ -110,7 +110,7 @@ def _warmup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
             seqlen_k=options.seqlen_k,
             head_dim_v=options.head_dim_v,
             backends=options.backend,
-            gpu=_full_name(options.gpu),
+            gpu=options.gpu,
             architecture=options.architecture,
             workers=options.workers,
         )
@@ -147,12 +147,6 @@ def _shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def _full_name(gpu: str | None) -> str | None:
-    """A measured GPU's whole name for a part of it, where only one fits: "H200" is "NVIDIA H200"."""
-    fitting = [name for name in policy.policies() if gpu and gpu.lower() in name.lower()]
-    return fitting[0] if len(fitting) == 1 else gpu
-
-
 def _info() -> str:
     rows = [
         ("torch_flashbackend", __version__),
@@ -175,13 +169,25 @@ def _info() -> str:
     rows.append(("CUDA C++ compiler", nvrtc.unavailable() or nvrtc.version()))
     rows.append(("compiled kernels", str(nvrtc.cache_folder() or "not kept on disk")))
     rows.append(("measured GPUs", ", ".join(sorted(measured)) or "none"))
-    variable = os.environ.get("TORCH_FLASHBACKEND")
-    state = "on" if plugin_enabled() else "off"
-    rows.append(("plugin", f"{state} (TORCH_FLASHBACKEND={variable})" if variable else f"{state} in this process"))
+    rows.append(("plugin", _state()))
+    if verify.share:
+        rows.append(("verify", f"{verify.share:g} of the calls that we take, by {verify.VARIABLE}"))
     if is_batch_invariant():
         rows.append(("batches", "the same bits in every batch, by TORCH_FLASHBACKEND_BATCH_INVARIANT"))
     width = max(len(name) for name, _ in rows)
     return "\n".join([*(f"{name:<{width}}  {text}" for name, text in rows), *other_implementations()])
+
+
+def _state() -> str:
+    """Is the plugin on here, and by which variables?"""
+    state = "on" if plugin_enabled() else "off"
+    variable, autoload = os.environ.get("TORCH_FLASHBACKEND"), os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    if not variable:
+        return f"{state} in this process"
+    told = f"TORCH_FLASHBACKEND={variable}"
+    if state == "off" and autoload != "1":
+        told += f", but TORCH_DEVICE_BACKEND_AUTOLOAD={autoload} stops PyTorch from loading any plugin"
+    return f"{state} ({told})"
 
 
 def _version(package: str) -> str:

@@ -66,7 +66,11 @@ def attention(
     """
     try:
         device_type = query.device.type
-        if torch.compiler.is_compiling() or (device_type != "meta" and torch.is_autocast_enabled(device_type)):
+        if (
+            torch.compiler.is_compiling()
+            or torch.jit.is_tracing()
+            or (device_type != "meta" and torch.is_autocast_enabled(device_type))
+        ):
             if return_lse:
                 return _op_with_logsumexp(
                     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, ",".join(WITH_LOGSUMEXP)

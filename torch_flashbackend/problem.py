@@ -222,11 +222,19 @@ class Problem:
         mask: None, "bool", "float" or "float_grad" (a bias that is trained), of shape [*batch, 1, Sq, Sk].
         gpu: a GPU's name as torch.cuda.get_device_name gives it, "cpu" or "mps"; None is this machine.
         architecture: for a GPU whose name is not known here, e.g. "sm_90"; without gpu, for any GPU of that kind.
-        Raises ValueError for a mask, GPU or architecture that it does not know, or a query of rank below 2.
+        Raises ValueError for a mask, GPU or architecture that it does not know, an architecture that the GPU does not
+        have, a query of rank below 2, kv_heads for a query without heads, or a size that is no whole number.
         """
         shape = tuple(query_shape)
         if len(shape) < 2:
             raise ValueError(f"query needs two dimensions or more, [..., seqlen, head_dim]: {describe_shape(shape)}")
+        sizes = (("kv_heads", kv_heads), ("seqlen_k", seqlen_k), ("head_dim_v", head_dim_v))
+        for name, size in (*(("query", size) for size in shape), *sizes):
+            if size is not None and (not isinstance(size, int) or size < 0):
+                got = f"[{', '.join(repr(n) for n in shape)}]" if name == "query" else repr(size)
+                raise ValueError(f"{name} needs whole numbers, 0 or more, as sizes; got {got}")
+        if kv_heads is not None and len(shape) < 3:
+            raise ValueError(f"kv_heads is for queries with heads, [..., heads, seqlen, head_dim], not {list(shape)}")
         if mask not in (None, "bool", "float", "float_grad"):
             raise ValueError(f'unknown mask {mask!r}: give "bool", "float" or "float_grad"')
         if architecture is not None and not re.fullmatch(r"sm_\d{2,3}|gfx[0-9a-f]{3,4}", architecture):
@@ -237,10 +245,14 @@ class Problem:
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
             architecture, gpu, sm_count = _this_machine(device_type, None)
         elif gpu in ("cpu", "mps"):
+            if architecture is not None:
+                raise ValueError(f"gpu {gpu!r} is no GPU with the architecture {architecture!r}: give one of the two")
             device_type = architecture = gpu
             gpu = ""
         elif architecture is None:
             architecture = known_architecture(gpu)
+        elif gpu != architecture:
+            _refuse_another_architecture(gpu, architecture)
         batch, heads = shape[:-3], shape[-3:-2]
         seqlen_k = shape[-2] if seqlen_k is None else seqlen_k
         kv_heads_shape = heads if kv_heads is None or not heads else (kv_heads,)
@@ -387,6 +399,16 @@ def known_architecture(gpu: str) -> str:
             return architecture
     known = ", ".join(part for part, _ in ARCHITECTURES)
     raise ValueError(f"unknown GPU {gpu!r} (known: {known}); give its architecture, for example sm_90 or gfx942")
+
+
+def _refuse_another_architecture(gpu: str, architecture: str) -> None:
+    """Raise ValueError if the GPU is known, and as something else."""
+    try:
+        known = known_architecture(gpu)
+    except ValueError:
+        return
+    if known != architecture:
+        raise ValueError(f"gpu {gpu!r} is {known}, not {architecture}: give one of the two")
 
 
 def _strides_aligned(shape: Sequence[Any], stride: Sequence[Any], itemsize: int) -> bool:
