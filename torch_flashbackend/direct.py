@@ -189,10 +189,11 @@ def call(
         return run_stock(*arguments)
     try:
         if entry.run is not None:
-            return entry.run(
+            result = entry.run(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, layout=decision.layout, return_lse=return_lse
             )
-        return run(decision, *arguments, return_lse)
+        else:
+            result = run(decision, *arguments, return_lse)
     except decisions.kernel_failures() as error:
         others = ("stock",) if allowed is None else allowed[allowed.index(decision.backend) + 1 :]
         if not others or torch.compiler.is_compiling():
@@ -200,6 +201,10 @@ def call(
         decisions.warn_once(
             f"{decision.backend} kernel not available, {others[0]} runs the call instead: {decisions.first_line(error)}"
         )
+    else:
+        if decisions.verify.share and decision.backend != "math":
+            decisions.verify.maybe_check(*arguments, result[0] if return_lse else result)
+        return result
     return call(*arguments, others, return_lse)
 
 
