@@ -193,7 +193,7 @@ class Problem:
             sdp_backends=_enabled_backends(),
             stock_backend=None,
             batch_invariant=is_batch_invariant(),
-            no_compiler=(nvrtc.unavailable() or "") if architecture == HOPPER else "",
+            no_compiler=_no_compiler(architecture),
         )
         return dataclasses.replace(problem, stock_backend=stock.backend(problem, query, key, value, attn_mask))
 
@@ -239,11 +239,12 @@ class Problem:
             raise ValueError(f'unknown mask {mask!r}: give "bool", "float" or "float_grad"')
         if architecture is not None and not re.fullmatch(r"sm_\d{2,3}|gfx[0-9a-f]{3,4}", architecture):
             raise ValueError(f'unknown architecture {architecture!r}: give one like "sm_90" or "gfx942"')
-        device_type, index, sm_count = "cuda", 0, None
+        device_type, index, sm_count, no_compiler = "cuda", 0, None, ""
         gpu = architecture if gpu is None else gpu
         if gpu is None:
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
             architecture, gpu, sm_count = _this_machine(device_type, None)
+            no_compiler = _no_compiler(architecture)
         elif gpu in ("cpu", "mps"):
             if architecture is not None:
                 raise ValueError(f"gpu {gpu!r} is no GPU with the architecture {architecture!r}: give one of the two")
@@ -297,6 +298,7 @@ class Problem:
             sdp_backends=ALL_SDP_BACKENDS,
             stock_backend=None,
             batch_invariant=is_batch_invariant(),
+            no_compiler=no_compiler,
         )
         return dataclasses.replace(problem, stock_backend=stock.backend(problem))
 
@@ -467,6 +469,11 @@ def _this_machine(device_type: str, index: int | None) -> tuple[str, str, int | 
     if not torch.cuda.is_available():
         return "unknown", "", None
     return _gpu(torch.cuda.current_device() if index is None else index)
+
+
+def _no_compiler(architecture: str) -> str:
+    """Why this machine cannot compile what its GPU would run; empty where it can."""
+    return (nvrtc.unavailable() or "") if architecture == HOPPER else ""
 
 
 @functools.cache
