@@ -24,7 +24,6 @@ from ... import _torch, driver, nvrtc
 from ...plans import Recent
 from .. import KernelUnavailable, launch_counts
 from . import dropout, forward, masks, sources, tiles
-from .limits import L2_BYTES, MAX_BLOCKS
 from .tiles import BackwardTile
 
 PREPARE, MAIN, FINISH = ENTRIES = ("flash_backward_prepare", "flash_backward", "flash_backward_finish")
@@ -305,7 +304,7 @@ def _heads_per_group(
     holds, but enough for a wave of blocks. A last group of less than half as many runs almost alone, the longest block
     of a causal call above all: then up to twice as many, where that leaves fewer out of the last one.
     """
-    most = max(L2_BYTES // head_bytes, math.ceil(num_sms / blocks))
+    most = max(tiles.L2_BYTES // head_bytes, math.ceil(num_sms / blocks))
     if deterministic and is_causal:
         # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
         most = max(most, math.ceil(num_sms / 3))
@@ -483,7 +482,7 @@ class Plan:
         if tile.fused:
             blocks += 2 * chunks * batch * kv_heads
         blocks *= cluster
-        if max(all_q_tiles, blocks) > MAX_BLOCKS:
+        if max(all_q_tiles, blocks) > tiles.MAX_BLOCKS:
             raise KernelUnavailable(f"{max(all_q_tiles, blocks)} tiles are more than 32 bits count")
         # One allocation: statistics, sums, semaphores, each at a multiple of 16 bytes. The query's gradient, which the
         # last kernel writes when nobody needs the statistics any more, holds them where it is large enough.

@@ -23,7 +23,6 @@ from .. import KernelUnavailable, launch_counts
 from ..mask_strides import strides_of
 from . import decode, dropout, forward_wide, masks, sources, tiles
 from .dropout import DropoutParams
-from .limits import L2_BYTES, MAX_BLOCKS
 from .masks import MaskParams
 from .tiles import Tile
 
@@ -272,7 +271,7 @@ class Plan:
         tile = spec.tile
         q_tiles = math.ceil(seqlen_q / tile.block_m)
         num_tiles = q_tiles * batch * heads
-        if num_tiles > MAX_BLOCKS:
+        if num_tiles > tiles.MAX_BLOCKS:
             raise KernelUnavailable(f"{num_tiles} tiles are more than 32 bits count")
         try:
             binary = spec.compile()
@@ -380,7 +379,7 @@ def _heads_per_group(batch_heads: int, queries_per_kv: int, seqlen_k: int, colum
     """
     if seqlen_k >= 8192:
         return batch_heads
-    in_cache = L2_BYTES // (seqlen_k * columns * 2) * queries_per_kv
+    in_cache = tiles.L2_BYTES // (seqlen_k * columns * 2) * queries_per_kv
     return min(max(in_cache, 16), batch_heads)
 
 

@@ -13,8 +13,7 @@ import torch
 
 from ... import driver, nvrtc
 from .. import KernelUnavailable, launch_counts
-from . import sources
-from .limits import L2_BYTES, MAX_BLOCKS
+from . import sources, tiles
 
 SOURCE = sources.FOLDER / "forward_wide.cu"
 ENTRY = "flash_forward_wide"
@@ -121,7 +120,7 @@ def heads_per_group(batch_heads: int, queries_per_kv: int, seqlen_k: int, head_d
     As many as have keys and values in L2 together, but no more than 8: blocks at the longest tiles of many heads, which
     share nothing, would run together, then blocks at short ones. At least two, whose lists end at different times.
     """
-    in_cache = L2_BYTES // (seqlen_k * head_dim * 4)
+    in_cache = tiles.L2_BYTES // (seqlen_k * head_dim * 4)
     return min(max(2, min(in_cache, 8)) * queries_per_kv, batch_heads)
 
 
@@ -153,7 +152,7 @@ class WidePlan:
         spec = self.specialisation = specialise(head_dim, query.dtype, is_causal, write_lse)
         q_tiles = math.ceil(seqlen_q / BLOCK)
         blocks = q_tiles * batch * heads
-        if blocks > MAX_BLOCKS:
+        if blocks > tiles.MAX_BLOCKS:
             raise KernelUnavailable(f"{blocks} tiles are more than a grid has blocks")
         try:
             self._function = ctypes.c_void_p(driver.load_function(spec.compile(), ENTRY, index, spec.shared_bytes))

@@ -17,8 +17,7 @@ import torch
 from ... import _torch, driver
 from .. import KernelUnavailable, launch_counts
 from ..mask_strides import strides_of
-from .limits import MAX_BLOCKS
-from .tiles import BackwardTile, Tile
+from .tiles import MAX_BLOCKS, BackwardTile, Tile
 
 ENTRY = "flash_mask_lists"
 BIT_ENTRIES = ("flash_mask_bits", "flash_mask_query_lists")
