@@ -148,6 +148,17 @@ def test_command_line_says_what_failed(compiled, capsys, monkeypatch):
     assert main(arguments) == 0 and "stock, nothing to compile" in capsys.readouterr().out
 
 
+def test_what_is_not_kept_for_other_processes_is_said(compiled, capsys, monkeypatch):
+    monkeypatch.setattr(precompile.nvrtc, "not_kept", lambda: "the disk is full")
+    with pytest.warns(precompile.NotKeptWarning, match="for this process alone.*: the disk is full"):
+        torch_flashbackend.warmup([SHAPE], gpu="NVIDIA H200", backends="cuda", causal=True, training=False)
+    arguments = ["warmup", "--shapes", "2,16,4096,128", "--gpu", "NVIDIA H200", "--inference"]
+    assert main([*arguments, "--backend", "cuda"]) == 1
+    assert capsys.readouterr().err.endswith("not kept on disk: the disk is full\n")
+    assert main([*arguments, "--backend", "triton"]) == 0  # Triton has a cache of its own
+    assert capsys.readouterr().err == ""
+
+
 def test_one_kernel_that_does_not_compile_leaves_the_report_of_the_others(compiled, capsys, monkeypatch):
     """Whatever the compiler raises, one line of it beside the kernel's name; the rest is compiled."""
     succeed = precompile._compile_triton

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from . import __version__, nvrtc, policy, routing, verify
 from .batch_invariance import is_batch_invariant
 from .explain import explain_problem, other_implementations, plugin_enabled
-from .precompile import WarmupError, warmup
+from .precompile import NotKeptWarning, WarmupError, warmup
 from .problem import Problem
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torch_flashbackend", description="Questions and orders to torch_flashbackend. None needs a GPU."
     )
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, GPU, the measurements in force, is the plugin on")
     explain = commands.add_parser("explain", help="which kernel a call runs on, and why")
@@ -99,21 +101,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _warmup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Exit status 1 where something does not compile."""
+    """Exit status 1 where something does not compile, or is not kept for others."""
     try:
-        done = warmup(
-            options.shapes,
-            dtypes=[DTYPES[name] for name in options.dtype],
-            causal=(True,) if options.causal else (False,) if options.full else (False, True),
-            training=(False,) if options.inference else (False, True),
-            kv_heads=options.kv_heads,
-            seqlen_k=options.seqlen_k,
-            head_dim_v=options.head_dim_v,
-            backends=options.backend,
-            gpu=options.gpu,
-            architecture=options.architecture,
-            workers=options.workers,
-        )
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", NotKeptWarning)
+            done = warmup(
+                options.shapes,
+                dtypes=[DTYPES[name] for name in options.dtype],
+                causal=(True,) if options.causal else (False,) if options.full else (False, True),
+                training=(False,) if options.inference else (False, True),
+                kv_heads=options.kv_heads,
+                seqlen_k=options.seqlen_k,
+                head_dim_v=options.head_dim_v,
+                backends=options.backend,
+                gpu=options.gpu,
+                architecture=options.architecture,
+                workers=options.workers,
+            )
     except ValueError as error:
         parser.error(str(error))
     except WarmupError as error:
@@ -126,9 +130,10 @@ def _warmup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
         if failures:
             what = f"{', '.join(kernels) or 'nothing'} compiled, {len(failures)} failed ({seconds:.1f} s)"
         print(f"{call}: {backend}, {what}")
-    for failure in dict.fromkeys(failure for one in done for failure in one.failures):
-        print(failure, file=sys.stderr)
-    return int(any(one.failures for one in done))
+    failed = [failure for one in done for failure in one.failures]
+    for line in dict.fromkeys((*failed, *(str(one.message) for one in warned))):
+        print(line, file=sys.stderr)
+    return int(bool(failed) or any(issubclass(one.category, NotKeptWarning) for one in warned))
 
 
 def _positive(text: str) -> int:
@@ -167,7 +172,8 @@ def _info() -> str:
     else:
         rows.append(("GPU", "none: nothing changes on this machine"))
     rows.append(("CUDA C++ compiler", nvrtc.unavailable() or nvrtc.version()))
-    rows.append(("compiled kernels", str(nvrtc.cache_folder() or "not kept on disk")))
+    problem = nvrtc.cache_problem()
+    rows.append(("compiled kernels", f"not kept on disk: {problem}" if problem else str(nvrtc.cache_folder())))
     rows.append(("measured GPUs", ", ".join(sorted(measured)) or "none"))
     rows.append(("plugin", _state()))
     if verify.share:

@@ -1,8 +1,8 @@
 """warmup(): compile ahead of time what a list of calls will need, with or without a GPU in the machine.
 
-May import torch, problem.py, routing.py, reference.py and, when it compiles, the kernels. Imported by the package's
-`__init__` and by the command line. Binaries go where a call looks for them: the CUDA kernels' to the cache of nvrtc.py
-(TORCH_FLASHBACKEND_CACHE), Triton's to its own (TRITON_CACHE_DIR). So an image build fills both.
+May import torch, nvrtc.py, policy.py, problem.py, routing.py, reference.py and, when it compiles, the kernels. Imported
+by the package's `__init__` and by the command line. Binaries go where a call looks for them: the CUDA kernels' to the
+cache of nvrtc.py (TORCH_FLASHBACKEND_CACHE), Triton's to its own (TRITON_CACHE_DIR). So an image build fills both.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import functools
 import itertools
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from . import policy, reference, routing
+from . import nvrtc, policy, reference, routing
 from .batch_invariance import planned_batch
 from .kernels import KernelUnavailable
 from .problem import Problem
 
-__all__ = ["Warmed", "WarmupError", "warmup"]
+__all__ = ["NotKeptWarning", "Warmed", "WarmupError", "warmup"]
 
 # Where nobody knows the GPU's number of multiprocessors; tiles may depend on it.
 USUAL_SM_COUNT = 132
@@ -47,6 +48,10 @@ class Warmed(NamedTuple):
     kernels: tuple[str, ...]
     seconds: float
     failures: tuple[str, ...] = ()
+
+
+class NotKeptWarning(RuntimeWarning):
+    """What `warmup` has compiled serves this process alone."""
 
 
 class WarmupError(KernelUnavailable):
@@ -87,6 +92,7 @@ def warmup(
     Raises ValueError for a shape, dtype, backend, GPU or number of workers that makes no sense and for a call that
     PyTorch would refuse, TypeError for a flag that is none, RuntimeError where no backend of `backends` takes a call.
     What does not compile stops nothing else: WarmupError (a RuntimeError) at the end has the whole report.
+    NotKeptWarning (a RuntimeWarning): no folder takes the CUDA kernels, so that another process compiles them again.
     """
     jobs: dict[Any, Callable[[], tuple[str, ...]]] = {}
     calls = []
@@ -151,6 +157,10 @@ def warmup(
         )
         for problem, backend, keys in calls
     ]
+    not_kept = nvrtc.not_kept() if any(key[0] == "cuda" for key in jobs) else None
+    if not_kept is not None:
+        message = f"the CUDA kernels are compiled for this process alone, not kept on disk: {not_kept}"
+        warnings.warn(message, NotKeptWarning, stacklevel=2)
     if failed:
         raise WarmupError(warmed)
     return warmed
