@@ -25,14 +25,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.harness import Meter, Results, Run, environment
+from benchmarks import tuning
+from benchmarks.harness import Meter, Run
 from torch_flashbackend import driver, ops
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import backward, forward, tiles
@@ -205,14 +205,14 @@ def compile_forwards(problems: list[Problem]) -> None:
 
 
 def line_of(row: dict[str, Any], best: int = 3) -> str:
-    """The row's rates in TFLOP/s: its best ones, and "*", what the table names. "DIFFERS": from the first candidate."""
+    """Rates in TFLOP/s of a row: the best ones, and "*", what the table names. "DIFFERS": from the first candidate."""
     ranked = sorted(row["tflops"].items(), key=lambda item: -item[1])
     shown = ranked[:best] + [(name, rate) for name, rate in ranked[best:] if name in row["named"]]
     parts = []
     for name, rate in shown:
         differs = " DIFFERS" if max(row["differences"].get(name, [0.0])) > LARGEST_ERROR else ""
         parts.append(f"{'*' * (name in row['named'])}{rate:.0f} {name.split('x', 1)[-1].split(' ', 1)[-1]}{differs}")
-    return f"{row['problem']}: " + " | ".join(parts)
+    return " | ".join(parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------- check
@@ -296,7 +296,7 @@ def check_apart(numbers: list[int], options: argparse.Namespace) -> dict[int, di
     while missing := [number for number in numbers if number not in found]:
         if hangs == MOST_HANGS:
             return found | {number: {"right": False, "failed": "not checked: too many hang"} for number in missing}
-        command = [sys.executable, "-m", "benchmarks.tune_cuda", "--out", options.out, "--only", options.only]
+        command = [sys.executable, "-m", "benchmarks.tune_cuda", "--out", str(options.out), "--only", options.only]
         command += ["--lengths", options.lengths, *(["--problems", options.problems] if options.problems else [])]
         command += ["--modes", options.modes, "--check", ",".join(map(str, missing))]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=False)
@@ -445,15 +445,12 @@ def time_problem(problem: Problem, right: list[Candidate], meter: Meter, peers: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--only", default="128,64", help="head dimensions")
+    parser = tuning.parser(__doc__, rounds=5, budget_s=60.0, only="head dimensions")
+    parser.set_defaults(only="128,64")
     parser.add_argument("--lengths", default="2048,512,1024,4096,16384")
     parser.add_argument("--problems", help=f'in the place of both, and of all masks: "closest" or as {CLOSEST}')
     parser.add_argument("--peers", default="cudnn", help="which are timed beside: cudnn, flash, triton")
     parser.add_argument("--modes", default="default,deterministic")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no further problem is begun")
     parser.add_argument("--compile-only", action="store_true", help="needs no GPU")
     parser.add_argument("--check", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -493,7 +490,7 @@ def main() -> None:
     compile_forwards(problems)
     if options.compile_only:
         return
-    results = Results(Path(options.out), "tune_cuda", environment("cuda"), vars(options))
+    results = tuning.begin("tune_cuda", options)
     checked = check_apart(usable, options)
     for number, result in sorted(checked.items()):
         errors = " ".join(f"{name} {error:.4f}" for name, error in result.get("errors", {}).items())
@@ -505,22 +502,18 @@ def main() -> None:
     print(f"checked in {time.monotonic() - began:.0f} s: {len(right)} of {len(usable)} right", flush=True)
 
     meter = Meter("cuda", options.rounds)
-    not_measured = []
-    for problem in problems:
-        those = [c for c in right if problem.suits(c) and (not options.problems or problem.tries(c.tile))]
-        if not those:
-            continue
-        if time.monotonic() - began > options.budget:
-            not_measured.append(problem.name)
-            continue
-        row = time_problem(problem, those, meter, options.peers.split(","))
+    tried = {
+        problem: [c for c in right if problem.suits(c) and (not options.problems or problem.tries(c.tile))]
+        for problem in problems
+    }
+
+    def row_of(problem: Problem) -> tuple[dict[str, Any], str]:
+        row = time_problem(problem, tried[problem], meter, options.peers.split(","))
         kernels = ", ".join(f"{us:.0f}" for us in row["best_kernels_us"].values())
-        print(f"{line_of(row)} | best's kernels {kernels} us", flush=True)
-        results.add(row)
-        torch.cuda.empty_cache()
-    if not_measured:
-        print(f"not measured: {', '.join(not_measured)}", flush=True)
-    results.finish(not_measured)
+        return row, f"{line_of(row)} | best's kernels {kernels} us"
+
+    wanted = [problem for problem in problems if tried[problem]]
+    tuning.measure_rows("tune_cuda", options, began, wanted, lambda problem: problem.name, row_of, results)
 
 
 if __name__ == "__main__":

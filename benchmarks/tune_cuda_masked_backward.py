@@ -11,19 +11,16 @@ rounding, or which does not compile, is named in `failed` instead. --floats: flo
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import dataclasses
 import functools
-import os
 import time
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks import cases
-from benchmarks.harness import Meter, Results, Run, environment
+from benchmarks import cases, tuning
+from benchmarks.harness import Meter, Run
 from benchmarks.tune_cuda import kernel_times
 from benchmarks.tune_cuda_masks import LARGEST_DIFFERENCE
 from torch_flashbackend import ops, reference
@@ -138,50 +135,33 @@ def measure(case: cases.Case, meter: Meter) -> tuple[dict[str, float], dict[str,
 
 def compile_candidates(chosen: list[cases.Case]) -> None:
     """Fills the cache of binaries, several at a time; what does not compile shows later."""
-    specs = {specialisation(case)._replace(tile=tile) for case in chosen for tile in candidates(case).values()}
-    specs |= {
+    specs = [specialisation(case)._replace(tile=tile) for case in chosen for tile in candidates(case).values()]
+    forwards = [
         forward.specialise_masked(
             case.head_dim, case.head_dim, torch.bfloat16, case.mask in PER_KEY, True, torch.bfloat16
         )
         for case in chosen
         if has_float_mask(case)
-    }  # fmt: skip
-
-    def compile_one(spec) -> None:
-        try:
-            spec.compile()
-        except Exception as error:
-            print(f"{spec.head_dim} {spec.tile}: {str(error)[:200]}", flush=True)
-
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(compile_one, specs))
+    ]
+    tuning.compile_in_threads([*specs, *forwards], lambda spec: f"{spec.head_dim} {spec.tile}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = tuning.parser(__doc__, rounds=5, budget_s=60.0, only="cases that have this in their label")
     parser.add_argument("--floats", action="store_true", help="float masks instead of bool masks and dropout")
-    parser.add_argument("--only", default="", help="cases that have this in their label")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no further row is begun")
     options = parser.parse_args(argv)
     began = time.monotonic()
     chosen = [case for case in (float_work() if options.floats else work()) if options.only in case.label]
     compile_candidates(chosen)
     meter = Meter("cuda", options.rounds, round_ms=4.0)
-    results = Results(Path(options.out), "tune_cuda_masked_backward", environment("cuda"), vars(options))
-    left = []
-    for case in chosen:
-        if time.monotonic() - began > options.budget:
-            left.append(case.label)
-            continue
+
+    def row_of(case: cases.Case) -> tuple[dict[str, Any], str]:
         times, parts, failed = measure(case, meter)
-        results.add({"case": case.to_json(), "label": case.label, "ms": times, "parts": parts, "failed": failed})
-        shown = "  ".join(f"{name} {ms:.3f}" for name, ms in sorted(times.items(), key=lambda item: item[1]))
         kernels = ", ".join(f"{name.removeprefix('flash_')} {ms:.3f}" for name, ms in parts.items())
-        print(f"{case.label}: {shown} ({kernels})" + (f"  failed: {failed}" if failed else ""), flush=True)
-        torch.cuda.empty_cache()
-    results.finish(left)
+        row = {"case": case.to_json(), "label": case.label, "ms": times, "parts": parts, "failed": failed}
+        return row, f"({kernels})  {tuning.fastest_first(times, failed)}"
+
+    tuning.measure_rows("tune_cuda_masked_backward", options, began, chosen, lambda case: case.label, row_of)
     return 0
 
 

@@ -8,20 +8,17 @@ is given; "!": not like PyTorch's.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import functools
-import os
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.harness import Meter, Results, Run, environment
+from benchmarks import tuning
+from benchmarks.harness import Meter, Run
 from torch_flashbackend import ops
 from torch_flashbackend.kernels.cuda import forward_wide
 from torch_flashbackend.kernels.cuda.forward_wide import WidePlan, WideSpecialisation
@@ -119,36 +116,25 @@ def time_problem(problem: Problem, meter: Meter) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--only", default="512,384,320", help="head dimensions")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds after which no further problem is begun")
+    parser = tuning.parser(__doc__, rounds=4, budget_s=20.0, only="head dimensions, separated by commas")
+    parser.set_defaults(only="512,384,320")
     options = parser.parse_args()
     began = time.monotonic()
     head_dims = {int(text) for text in options.only.split(",")}
     problems = [problem for problem in PROBLEMS if problem.head_dim in head_dims]
-    specialisations = dict.fromkeys(problem.specialisation for problem in problems)
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(WideSpecialisation.compile, specialisations))
-    print(f"compiled {len(specialisations)} in {time.monotonic() - began:.0f} s", flush=True)
-    results = Results(Path(options.out), "tune_cuda_wide", environment("cuda"), vars(options))
+    tuning.compile_in_threads(problem.specialisation for problem in problems)
     meter = Meter("cuda", options.rounds)
-    not_measured = []
-    for problem in problems:
-        if time.monotonic() - began > options.budget:
-            not_measured.append(problem.name)
-            continue
+
+    def row_of(problem: Problem) -> tuple[dict[str, Any], str]:
         row = time_problem(problem, meter)
-        print(f"{row['problem']}:", flush=True)
+        lines = [""]
         for name, rate in sorted(row["tflops"].items(), key=lambda item: -item[1]):
             difference = row["differences"].get(name, 0.0)
             marks = ("*" if name == row["taken"] else " ") + (" " if difference < LARGEST_DIFFERENCE else "!")
-            print(f"{marks} {rate:6.1f} {name} [{difference:.0e}]", flush=True)
-        results.add(row)
-    if not_measured:
-        print(f"not measured: {', '.join(not_measured)}", flush=True)
-    results.finish(not_measured)
+            lines.append(f"{marks} {rate:6.1f} {name} [{difference:.0e}]")
+        return row, "\n".join(lines)
+
+    tuning.measure_rows("tune_cuda_wide", options, began, problems, lambda problem: problem.name, row_of)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,15 @@ which times one kernel after the other.
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks import tune_triton
-from benchmarks.harness import Results, compile_all, environment
+from benchmarks import tune_triton, tuning
+from benchmarks.harness import compile_all, say
 from benchmarks.tune_triton import kernels, tiles
 from torch_flashbackend.kernels.triton import stored_plan
 from torch_flashbackend.kernels.triton.launch import device_target
@@ -210,6 +208,17 @@ class Default:
         return best
 
 
+class Errors(NamedTuple):
+    """Those of float32 without TF32, of scores that are `factor` times as large."""
+
+    head_dim: int
+    factor: int
+
+    @property
+    def name(self):
+        return f"errors D={self.head_dim} factor={self.factor}"
+
+
 def errors(head_dim, factor):
     """{way: relative root mean square errors of out, dQ, dK and dV}, of scores that are `factor` times as large.
 
@@ -239,6 +248,7 @@ def errors(head_dim, factor):
 
 
 def problems(only):
+    """What is measured, most important first."""
     half, single = torch.bfloat16, torch.float32
     listed = []
     if only in ("float32", "all"):
@@ -253,50 +263,49 @@ def problems(only):
         # Of the longest one a head's probabilities are too much memory: strips.
         sizes = (True, 512), (False, 4096), (True, 16384)
         listed += [Problem("backward", 512, half, causal, length) for causal, length in sizes]
+    if only in ("float32", "all"):
+        listed += [Errors(head_dim, factor) for head_dim, factor in ((64, 1), (64, 30), (128, 30))]
     return listed
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--only", default="all", choices=("float32", "wide", "stored", "all"))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds after which no further problem is begun")
+    groups = ("float32", "wide", "stored", "all")
+    parser = tuning.parser(__doc__, rounds=3, budget_s=120.0, only=f"one of {', '.join(groups)}")
+    parser.set_defaults(only="all")
     options = parser.parse_args()
-    began = time.time()
+    if options.only not in groups:
+        parser.error(f"--only is {options.only!r}; allowed: {', '.join(groups)}")
+    began = time.monotonic()
     listed = problems(options.only)
     target = device_target(torch.device("cuda", 0))
-    compile_all(tune_triton.compile_one, [(p, variant, target) for p in listed for variant in p.candidates()])
-    print(f"compiled in {time.time() - began:.0f} s", flush=True)
+    timed = [problem for problem in listed if isinstance(problem, Problem)]
+    compile_all(tune_triton.compile_one, [(p, variant, target) for p in timed for variant in p.candidates()])
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
-    results = Results(Path(options.out), "tune_wide", environment("cuda"), vars(options))
-    not_measured, defaults = [], {}
-    for problem in listed:
-        if time.time() - began > options.budget:
-            not_measured.append(problem.name)
-            continue
+    defaults: dict[Any, Any] = {}
+
+    def row_of(problem):
+        if isinstance(problem, Errors):
+            found = errors(*problem)
+            shown = "  ".join(f"{way} {[f'{v:.2e}' for v in values]}" for way, values in found.items())
+            return {"problem": problem.name, "errors": found}, shown
         size = problem.head_dim, problem.causal, problem.seqlen
         if size not in defaults:
             defaults[size] = Default(problem).times(options.rounds, flush)
-            print(
-                f"default D={size[0]} causal={size[1]} S={size[2]}: forward, backward {defaults[size]} ms", flush=True
-            )
+            say(f"default D={size[0]} causal={size[1]} S={size[2]}: forward, backward {defaults[size]} ms")
         times, failed, flops = tune_triton.time_candidates(problem, options.rounds, flush)
         ranked = sorted(times.items(), key=lambda item: item[1])
         candidates = [{"variant": str(v), "ms": ms, "tflops": flops / ms / 1e9} for v, ms in ranked]
         failures = {str(variant): message for variant, message in failed.items()}
-        for v, ms in ranked:
-            print(f"{problem.name}: {ms:8.3f} ms  {v.precision} {v.tile or v.programs}", flush=True)
-        for variant, message in failures.items():
-            print(f"{problem.name}: FAILED {variant} {message}", flush=True)
-        default = defaults[size]
-        results.add({"problem": problem.name, "candidates": candidates, "failed": failures, "default_ms": default})
-    for head_dim, factor in ((64, 1), (64, 30), (128, 30)) if options.only in ("float32", "all") else ():
-        found = errors(head_dim, factor)
-        for way, values in found.items():
-            print(f"errors D={head_dim} x{factor} {way}: {[f'{v:.2e}' for v in values]}", flush=True)
-        results.add({"problem": f"errors D={head_dim} factor={factor}", "errors": found})
-    results.finish(not_measured)
+        row = {
+            "problem": problem.name,
+            "candidates": candidates,
+            "failed": failures,
+            "default_ms": defaults[size],
+        }
+        shown = {f"{v.precision} {v.tile or v.programs}".strip(): ms for v, ms in ranked}
+        return row, tuning.fastest_first(shown, failures)
+
+    tuning.measure_rows("tune_wide", options, began, listed, lambda problem: problem.name, row_of)
 
 
 if __name__ == "__main__":

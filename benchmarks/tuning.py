@@ -49,6 +49,11 @@ def compile_in_threads(specialisations: Iterable[Specialisation], describe: Call
     say(f"compiled {len(wanted)} binaries in {time.monotonic() - began:.0f} s")
 
 
+def begin(kind: str, options: argparse.Namespace) -> Results:
+    """The results file."""
+    return Results(options.out, kind, environment(getattr(options, "device", "cuda")), vars(options))
+
+
 def measure_rows(
     kind: str,
     options: argparse.Namespace,
@@ -56,12 +61,14 @@ def measure_rows(
     rows: Iterable[Row],
     label: Callable[[Row], str],
     measure: Callable[[Row], tuple[dict[str, Any], str]],
+    results: Results | None = None,
 ) -> None:
     """Writes a results file of this kind, complete after each row, and prints a line for each.
 
     began: by ``time.monotonic``, when the budget began. measure: gives a row's results, and what to print of them.
+    results: the file, where something has been written to it already.
     """
-    results = Results(options.out, kind, environment(getattr(options, "device", "cuda")), vars(options))
+    results = results or begin(kind, options)
     not_measured = []
     for row in rows:
         if time.monotonic() - began > options.budget:

@@ -275,6 +275,8 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(unknown)} (known: {', '.join(ARCHITECTURES)})")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU that torch can use here")
+    if options.seqlen <= WINDOW:
+        parser.error(f"--seqlen must be above {WINDOW}, as padding has a part of that length")
     try:
         import transformers
     except ImportError:

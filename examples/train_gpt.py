@@ -182,10 +182,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name, value in DEFAULTS["cuda" if arguments.device.startswith("cuda") else "cpu"].items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
+    for name in ("steps", "seqlen", "batch", "width", "layers", "heads", "corpus_bytes", "log_every"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if arguments.width % arguments.heads:
         parser.error(f"--width {arguments.width} is not a multiple of --heads {arguments.heads}")
-    if arguments.steps < 1:
-        parser.error("--steps must be at least 1")
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {arguments.device}: there is no GPU that torch can use here")
     arguments.warmup = min(arguments.warmup, arguments.steps - 1)
     return arguments
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import importlib
 import io
 import itertools
 import json
@@ -278,6 +279,61 @@ def test_tuners_stop_when_their_time_is_over(tmp_path, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "first: fast 1.000  slow 2.000  failed: {'wrong': 'differs'}"
     assert said[-1] == "not measured: third"
+
+
+def quick_tuner(monkeypatch, name):
+    """A tuner's module whose kernels are neither compiled nor run: each takes a millisecond."""
+    pytest.importorskip("triton")
+    module = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(tuning, "environment", lambda device: {"device": device})
+    monkeypatch.setattr(tuning, "compile_in_threads", lambda *_: None)
+    monkeypatch.setattr(module, "Meter", lambda *_, **__: None, raising=False)
+    if name == "tune_cuda_masked_backward":
+        monkeypatch.setattr(module, "measure", lambda *_: ({"table": 1.0}, {"flash_backward": 0.5}, {}))
+    elif name == "tune_cuda_wide":
+        row = {"taken": "heads 8", "tflops": {"heads 8": 700.0, "default": 200.0}, "differences": {"heads 8": 1.0}}
+        monkeypatch.setattr(module, "time_problem", lambda problem, _: {"problem": problem.name, **row})
+    elif name == "tune_wide":
+        monkeypatch.setattr(module, "device_target", lambda _: None)
+        monkeypatch.setattr(module, "compile_all", lambda *_: None)
+        monkeypatch.setattr(module.torch, "empty", lambda *_, **__: None)
+        monkeypatch.setattr(module.Default, "times", lambda *_: [1.0, 2.0])
+        monkeypatch.setattr(module, "errors", lambda *_: {"default": [1e-7] * 4})
+        times = {module.Variant(None, "", 8): 1.0}
+        monkeypatch.setattr(module.tune_triton, "time_candidates", lambda *_: (times, {}, 1e12))
+    else:
+        row = {
+            "tflops": {"64x64 usual": 600.0}, "best": "64x64 usual", "named": ["64x64 usual"], "differences": {},
+            "best_kernels_us": {"flash_backward": 500.0},
+        }  # fmt: skip
+        monkeypatch.setattr(module.Candidate, "compile", lambda _: "")
+        monkeypatch.setattr(module, "compile_forwards", lambda _: None)
+        monkeypatch.setattr(module, "check_apart", lambda numbers, _: {number: {"right": True} for number in numbers})
+        monkeypatch.setattr(module, "time_problem", lambda problem, *_: {"problem": problem.name, **row})
+    return module
+
+
+# Of each: arguments, the number of rows, and what is printed of one.
+QUICK_TUNERS = {
+    "tune_cuda": ("--problems 128:8192c,64:512c --modes default", 3, "D=64 S=512 causal: *600 usual | best's"),
+    "tune_cuda_masked_backward": ("--floats --only S1024", 12, "(backward 0.500)  table 1.000"),
+    "tune_cuda_wide": ("--only 384,320", 2, "\n*!  700.0 heads 8 [1e+00]\n    200.0 default [0e+00]"),
+    "tune_wide": ("--only float32", 9, "errors D=64 factor=30: default ['1.00e-07'"),
+}
+
+
+@pytest.mark.parametrize("name", QUICK_TUNERS)
+def test_a_tuner_writes_a_row_for_each_problem_until_its_time_is_over(name, monkeypatch, tmp_path, capsys):
+    arguments, rows, printed = QUICK_TUNERS[name]
+    module, path = quick_tuner(monkeypatch, name), tmp_path / "tune.json"
+    for budget, complete in ((1000, True), (-1, False)):
+        monkeypatch.setattr(sys, "argv", [name, "--out", str(path), "--budget", str(budget), *arguments.split()])
+        module.main()
+        written = json.loads(path.read_text())
+        assert (written["kind"], written["complete"]) == (name, complete)
+        left = [row for row in written["rows"] if "checked" not in row]
+        assert len(left) == (rows - (name == "tune_cuda") if complete else 0)
+        assert (printed in capsys.readouterr().out) == complete
 
 
 def test_tuners_compile_each_binary_once_and_name_those_that_fail(capsys):

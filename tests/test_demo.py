@@ -97,7 +97,10 @@ def test_training_repeats_and_learns(tmp_path):
     assert logs[0][-1]["peak_memory_bytes"] > 0
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--width", "30", "--heads", "4"]])
+WRONG_NUMBERS = [[f"--{name}", "0"] for name in ("steps", "seqlen", "batch", "width", "layers", "heads", "log-every")]
+
+
+@pytest.mark.parametrize("arguments", [*WRONG_NUMBERS, ["--corpus-bytes", "-1"], ["--width", "30", "--heads", "4"]])
 def test_training_refuses_wrong_arguments_in_words(arguments, capsys):
     with pytest.raises(SystemExit):
         train_gpt.parse_arguments(["--device", "cpu", *arguments])

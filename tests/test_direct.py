@@ -217,6 +217,18 @@ def test_a_failing_kernel_leaves_the_next_backend(monkeypatch):
     decisions.forget()
 
 
+def test_a_traced_program_serves_other_sizes():
+    """torch.jit.trace, under which sizes are tensors."""
+
+    def function(query, key, value):
+        return attention(query, key, value, is_causal=True, return_lse=True)
+
+    traced = torch.jit.trace(function, inputs((2, 3, 8, 16), (2, 3, 12, 16)))
+    others = inputs((1, 4, 7, 16), (1, 4, 9, 16))
+    for actual, expected in zip(traced(*others), function(*others)):
+        torch.testing.assert_close(actual, expected)
+
+
 def test_public_names():
     out = run_python("""
         import torch_flashbackend

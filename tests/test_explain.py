@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
+import pickle
 
 import pytest
 import torch
@@ -90,6 +93,32 @@ def test_what_is_no_tensor_is_named(qkv):
         explain(query, key, None)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"attn_mask": "causal"}, "'attn_mask' must be Tensor, not str"),
+        ({"attn_mask": [True]}, "'attn_mask' must be Tensor, not list"),
+        ({"dropout_p": None}, "'dropout_p' must be float, not NoneType"),
+        ({"dropout_p": "0.1"}, "'dropout_p' must be float, not str"),
+        ({"scale": "1"}, "'scale' must be float, not str"),
+        ({"scale": torch.ones(1)}, "'scale' must be float, not Tensor"),
+        ({"is_causal": 1}, "'is_causal' must be bool, not int"),
+        ({"enable_gqa": 1}, "'enable_gqa' must be bool, not int"),
+    ],
+)
+def test_what_pytorch_would_take_for_nothing_of_that_kind_is_named(qkv, arguments, words):
+    (name,) = arguments
+    with pytest.raises(TypeError, match=f"argument '{name}'"):
+        F.scaled_dot_product_attention(*qkv, **arguments)
+    with pytest.raises(TypeError, match=words):
+        explain(*qkv, **arguments)
+
+
+def test_a_tensor_that_holds_a_number_is_one(qkv):
+    found = explain(*qkv, scale=torch.tensor(0.5), dropout_p=torch.tensor(0.25, dtype=torch.float64))
+    assert str(found.problem) == str(explain(*qkv, scale=0.5, dropout_p=0.25).problem)
+
+
 def test_of_arguments_that_pytorch_refuses_no_kernel_of_pytorch_is_named():
     wrong = explain_problem(Problem.from_shapes((2, 16, 64, 128), dropout_p=2.0, gpu="NVIDIA H200"), here=False)
     assert wrong.stock_backend is None and "an error most likely" in str(wrong)
@@ -140,6 +169,12 @@ def test_the_public_name_is_callable_even_after_the_module_was_imported(qkv):
     assert module(*qkv).backend == torch_flashbackend.explain(*qkv).backend == "stock"
 
 
+@pytest.mark.parametrize("name", ["explain", "stats", "verify"])
+def test_functions_that_are_modules_can_be_sent_to_another_process(name):
+    module = importlib.import_module(f"torch_flashbackend.{name}")
+    assert pickle.loads(pickle.dumps(module)) is copy.deepcopy(module) is module
+
+
 def run(capsys, *arguments):
     assert command.main(arguments) == 0
     return capsys.readouterr().out
@@ -169,10 +204,18 @@ def test_command_line_json_with_every_option(capsys):
 def test_command_line_knows_a_measured_gpu_by_part_of_its_name(monkeypatch, capsys):
     monkeypatch.setattr(policy, "policies", lambda: {"NVIDIA H200": policy.Policy("NVIDIA H200", 132, "", ())})
     assert "on NVIDIA H200" in run(capsys, "explain", "--shape", "2,16,64,128", "--gpu", "h200")
+    # Another GPU, with a part of that name; and words that name none.
+    assert run(capsys, "explain", "--shape", "2,16,64,128", "--gpu", "H20").splitlines()[0].endswith("on H20")
+    for words in ("NVIDIA", "H2", "a"):
+        with pytest.raises(SystemExit):
+            command.main(("explain", "--shape", "2,16,64,128", "--gpu", words))
+        assert f"unknown GPU {words!r}" in capsys.readouterr().err
 
 
 def test_an_architecture_alone_stands_for_any_gpu_of_that_kind(capsys):
     assert "on sm_90" in run(capsys, "explain", "--shape", "2,16,64,128", "--architecture", "sm_90")
+    assert "the GPU is sm_80;" in run(capsys, "explain", "--shape", "2,16,64,128", "--architecture", "sm_80")
+    assert "on H200" in run(capsys, "explain", "--shape", "2,16,64,128", "--gpu", "H200", "--architecture", "sm_90")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +224,10 @@ def test_an_architecture_alone_stands_for_any_gpu_of_that_kind(capsys):
         (("--shape", "2,x"), "'2,x' is no shape"),
         (("--shape", "2,16,64,128", "--gpu", "Abacus"), "unknown GPU 'Abacus'"),
         (("--shape", "2,16,64,128", "--gpu", "h200", "--architecture", "sm90"), "unknown architecture 'sm90'"),
+        (("--shape", "2,16,64,128", "--gpu", "h200", "--architecture", "sm_80"), "gpu 'h200' is sm_90, not sm_80"),
+        (("--shape", "2,16,64,128", "--gpu", "cpu", "--architecture", "sm_80"), "gpu 'cpu' is no GPU"),
         (("--shape", "2,16,64,128", "--kv-heads", "four"), "'four' is no positive whole number"),
+        (("--shape", "64,128", "--kv-heads", "4", "--gpu", "h200"), "kv_heads is for queries with heads"),
         ((), "--shape"),
     ],
 )
@@ -197,3 +243,18 @@ def test_info(capsys):
     text = run(capsys, "info")
     assert torch.__version__ in text
     assert "measured GPUs" in text
+
+
+def test_info_says_why_the_variable_has_no_effect(capsys, monkeypatch):
+    monkeypatch.setattr(command, "plugin_enabled", lambda: False)
+    monkeypatch.setenv("TORCH_FLASHBACKEND", "1")
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0 stops PyTorch from loading any plugin" in run(capsys, "info")
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD")
+    assert "off (TORCH_FLASHBACKEND=1)" in run(capsys, "info")
+
+
+def test_info_says_what_is_verified(capsys, monkeypatch):
+    assert "verify" not in run(capsys, "info")
+    monkeypatch.setattr(command.verify, "share", 0.25)
+    assert "0.25 of the calls that we take" in run(capsys, "info")

@@ -157,6 +157,8 @@ def test_other_refusals_name_their_argument():
         flash_attn.flash_attn_func(q, k, v, softcap=-2.0)
     with pytest.raises(ValueError, match="softcap"):
         flash_attn.flash_attn_varlen_func(*tensors, softcap=-2.0)
+    with pytest.raises(ValueError, match="max_seqlen_k is at least"):
+        flash_attn.flash_attn_varlen_func(*tensors[:-1], -12)
     with pytest.raises(ValueError, match="window_size"):
         flash_attn.flash_attn_func(q, k, v, window_size=3)
     with pytest.raises(TypeError, match="k must be a tensor, not list"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -149,6 +150,8 @@ def test_folder_that_others_may_write_is_neither_read_nor_written(folder, compil
     compile_afresh(source(43))
     assert len(compilations) == 3
     assert len(files(folder)) == 1
+    for reason in (nvrtc.not_kept(), nvrtc.cache_problem()):
+        assert reason == f"{folder} belongs to another user, or others may write to it"
 
 
 @needs_owners
@@ -183,7 +186,10 @@ def test_symbolic_link_and_pipe_are_not_followed(folder, compilations, tmp_path)
 @needs_owners
 @pytest.mark.parametrize("obstacle", ["a file in its place", "no folder at all", "full disk"])
 def test_cache_that_cannot_be_written_costs_a_compilation_only(folder, compilations, monkeypatch, obstacle):
+    assert nvrtc.compile(source(0)).cubin and nvrtc.not_kept() is None
+    compilations.clear()
     if obstacle == "a file in its place":
+        shutil.rmtree(folder)
         folder.write_text("")
     elif obstacle == "no folder at all":
         monkeypatch.setenv(nvrtc.CACHE_VARIABLE, "")
@@ -196,8 +202,11 @@ def test_cache_that_cannot_be_written_costs_a_compilation_only(folder, compilati
     for times in (1, 2):
         assert compile_afresh(source()).cubin
         assert len(compilations) == times
+        words = {"a file in its place": "Not a directory", "no folder at all": "is set to nothing"}
+        assert words.get(obstacle, "No space left on device") in nvrtc.not_kept()
+        assert words.get(obstacle, "") in (nvrtc.cache_problem() or "")
     if obstacle == "full disk":
-        assert not list(folder.iterdir())
+        assert len(files(folder)) == 1
 
 
 @needs_owners
@@ -223,6 +232,8 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert nvrtc.cache_folder() == tmp_path / ".cache" / "torch_flashbackend"
+    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, "~/kernels")
+    assert nvrtc.cache_folder() == tmp_path / "kernels"
 
 
 def test_threads_that_want_one_binary_compile_it_once(folder, compilations, monkeypatch):

@@ -201,3 +201,11 @@ def test_gpu_names():
         known_architecture("Abacus")
     with pytest.raises(ValueError, match="unknown mask"):
         Problem.from_shapes((2, 16, 128, 64), mask="alibi", gpu="NVIDIA H200")
+
+
+def test_a_question_about_this_machine_knows_whether_it_can_compile(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("torch_flashbackend.problem._this_machine", lambda *_: ("sm_90", "NVIDIA H200", 132))
+    monkeypatch.setattr("torch_flashbackend.nvrtc.unavailable", lambda: "no NVRTC")
+    assert Problem.from_shapes((2, 16, 128, 64)).no_compiler == "no NVRTC"
+    assert Problem.from_shapes((2, 16, 128, 64), gpu="NVIDIA H200").no_compiler == ""

@@ -317,7 +317,7 @@ policy: no measurements for NVIDIA H200""",  # noqa: E501
 no backend among triton, math takes this call (query [2, 16, 64, 600] bfloat16, dropout_p 2 on NVIDIA H200):
   triton: dropout_p 2.0 is not between 0 and 1
   math: dropout_p 2.0 is not between 0 and 1
-Add "stock" to sdpa_backend(...) to let PyTorch run what the others do not take.""",
+With "stock" among them, PyTorch would run what the others do not take.""",
         )
         with self.assertRaisesRegex(ValueError, "there is no backend 'cudnn'"):
             decide(problem(), ("cudnn",))

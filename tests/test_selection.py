@@ -225,3 +225,20 @@ def test_the_math_backend_takes_a_head_dim_of_0():
     with sdpa_backend("math"):
         out = F.scaled_dot_product_attention(query, query, value)
     torch.testing.assert_close(out, value.mean(-2, keepdim=True).expand(1, 2, 4, 8))
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4, 5])
+def test_a_traced_program_holds_the_choice_for_other_sizes(rank):
+    """torch.jit.trace, under which sizes are tensors."""
+
+    def function(query, key, value):
+        with sdpa_backend("math"):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def sample(seqlen):
+        return [torch.randn(*(1, 2, 3)[4 - rank :] if rank < 5 else (1, 2, 3), seqlen, 16) for _ in range(3)]
+
+    traced = torch.jit.trace(function, sample(8))
+    longer = sample(11)
+    torch.testing.assert_close(traced(*longer), sdpa(*longer, is_causal=True))
+    assert "flashbackend::sdpa" in str(traced.graph)

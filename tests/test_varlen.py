@@ -166,6 +166,8 @@ NAMED_ERRORS = {
     "device": (lambda a: a | {"cu_seqlens_q": a["cu_seqlens_q"].to("meta")}, "device"),
     "softcap": (lambda a: a | {"softcap": math.nan}, "softcap is 0.0 for none.* got nan"),
     "window": (lambda a: a | {"window_size": 3}, "window_size is"),
+    "longest queries": (lambda a: a | {"max_seqlen_q": -1}, "max_seqlen_q is at least the longest length, got -1"),
+    "longest keys": (lambda a: a | {"max_seqlen_k": -1}, "max_seqlen_k is at least the longest length, got -1"),
     "first of lengths": (lambda a: a | {"cu_seqlens_q": a["cu_seqlens_q"] + 2}, "cu_seqlens_q begins with 0.* 2 first"),
     "order of lengths": (lambda a: a | {"cu_seqlens_k": torch.tensor([0, 10, 4])}, "cu_seqlens_k.* 4 behind 10"),
 }

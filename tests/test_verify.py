@@ -184,6 +184,44 @@ def test_the_variable(value, share, warned):
     )
 
 
+@pytest.mark.parametrize("way", ["attention", "attention with logsumexp", "sdpa_backend", "rank 3"])
+def test_calls_past_the_hook_are_checked(way, monkeypatch):
+    """Chosen by hand, or of our own function: as on a GPU, with the math path in the kernels' place."""
+    from torch_flashbackend import attention, decisions, ops, routing, sdpa_backend
+
+    tensors = [torch.randn(1, 2, 24, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+    def run():
+        if way == "attention":
+            return attention(*tensors)
+        if way == "attention with logsumexp":
+            return attention(*tensors, return_lse=True)[0]
+        with sdpa_backend("triton"):
+            return F.scaled_dot_product_attention(*((t[0] for t in tensors) if way == "rank 3" else tensors))
+
+    decisions.forget()
+    monkeypatch.setattr(routing, "decide", lambda problem, allowed=None: routing.Decision("triton", "", "query"))
+    right = run()
+    run()  # from the cache
+    assert (results()["checked"], results()["failed"]) == (2, 0)
+    kernel = ops.run
+
+    def wrong(*arguments, return_lse=False, **options):
+        out = kernel(*arguments, return_lse=return_lse, **options)
+        return (1.01 * out[0], out[1]) if return_lse else 1.01 * out
+
+    decisions.forget()
+    monkeypatch.setattr(ops, "run", wrong)
+    # A call that is known may go a shorter way, as on a GPU.
+    wrong.unobserved = lambda *arguments: wrong(*arguments[:-1], layout=arguments[-1])
+    monkeypatch.setattr(decisions, "_runner", lambda *_: wrong)
+    with pytest.warns(RuntimeWarning, match="the numbers of a call differ from float64"):
+        assert not torch.equal(run(), right)
+    run()
+    assert (results()["checked"], results()["failed"]) == (4, 2)
+    decisions.forget()
+
+
 def test_gradients_of_a_call_are_checked_too(monkeypatch):
     from torch_flashbackend import ops
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
@@ -80,11 +82,38 @@ def test_triton_where_the_cuda_backend_does_not_go(compiled):
         ([SHAPE], {"gpu": "NVIDIA H200", "backends": ["cudnn"]}, "there is no backend"),
         ([SHAPE], {"gpu": "NVIDIA H200", "backends": "cudnn"}, "there is no backend 'cudnn'"),
         ([SHAPE], {"gpu": "NVIDIA H200", "architecture": "Hopper"}, "unknown architecture 'Hopper'"),
+        ([SHAPE], {"gpu": "NVIDIA H200", "backends": ()}, "at least one backend"),
+        ([SHAPE], {"gpu": "NVIDIA H200", "workers": 0}, "workers is a number of compilers, 1 or more; got 0"),
+        ([SHAPE], {"gpu": "NVIDIA H200", "workers": -1}, "got -1"),
+        (
+            [(2, -16, 4096, 128)],
+            {"gpu": "NVIDIA H200"},
+            r"whole numbers, 0 or more, as sizes; got \[2, -16, 4096, 128\]",
+        ),
+        ([(2, 16, 4096.0, 128)], {"gpu": "NVIDIA H200"}, r"got \[2, 16, 4096.0, 128\]"),
+        ([SHAPE], {"gpu": "NVIDIA H200", "seqlen_k": -1}, "seqlen_k needs whole numbers"),
+        ([SHAPE], {"gpu": "NVIDIA H200", "head_dim_v": "128"}, "head_dim_v needs whole numbers"),
+        ([SHAPE], {"gpu": "NVIDIA H200", "kv_heads": 3}, "16 query heads, 3 key heads"),
+        ([SHAPE], {"gpu": "NVIDIA H200", "kv_heads": 0, "backends": "triton"}, "16 query heads, 0 key heads"),
     ],
 )
 def test_what_makes_no_sense_is_a_value_error(compiled, shapes, options, words):
     with pytest.raises(ValueError, match=words):
         torch_flashbackend.warmup(shapes, **options)
+
+
+@pytest.mark.parametrize("name", ["causal", "training"])
+@pytest.mark.parametrize("flags", [None, "yes", ["yes"], 1])
+def test_a_flag_that_is_none_is_a_type_error(compiled, name, flags):
+    with pytest.raises(TypeError, match=f"{name} is True, False or a list of these"):
+        torch_flashbackend.warmup([SHAPE], gpu="NVIDIA H200", **{name: flags})
+
+
+def test_a_measured_gpu_is_known_by_part_of_its_name(compiled, monkeypatch):
+    monkeypatch.setattr(policy, "policies", lambda: {"NVIDIA H200": policy.Policy("NVIDIA H200", 132, "", ())})
+    for part in ("H200", "nvidia h200"):
+        assert torch_flashbackend.warmup([SHAPE], gpu=part)[0].call.endswith("on NVIDIA H200")
+    assert torch_flashbackend.warmup([SHAPE], gpu="H20")[0].call.endswith("on H20")
 
 
 def test_one_option_alone_is_a_list_of_it(compiled):
@@ -114,6 +143,20 @@ def test_command_line_says_what_failed(compiled, capsys, monkeypatch):
     assert "cuda-bindings is not installed" in capsys.readouterr().err
     assert main(["warmup", "--shapes", "2,16,4096,520", "--gpu", "NVIDIA H200", "--backend", "cuda"]) == 1
     assert "head_dim 520" in capsys.readouterr().err
+    # As that error proposes.
+    arguments = ["warmup", "--shapes", "2,16,4096,520", "--gpu", "NVIDIA H200", "--backend", "cuda", "stock"]
+    assert main(arguments) == 0 and "stock, nothing to compile" in capsys.readouterr().out
+
+
+def test_what_is_not_kept_for_other_processes_is_said(compiled, capsys, monkeypatch):
+    monkeypatch.setattr(precompile.nvrtc, "not_kept", lambda: "the disk is full")
+    with pytest.warns(precompile.NotKeptWarning, match="for this process alone.*: the disk is full"):
+        torch_flashbackend.warmup([SHAPE], gpu="NVIDIA H200", backends="cuda", causal=True, training=False)
+    arguments = ["warmup", "--shapes", "2,16,4096,128", "--gpu", "NVIDIA H200", "--inference"]
+    assert main([*arguments, "--backend", "cuda"]) == 1
+    assert capsys.readouterr().err.endswith("not kept on disk: the disk is full\n")
+    assert main([*arguments, "--backend", "triton"]) == 0  # Triton has a cache of its own
+    assert capsys.readouterr().err == ""
 
 
 def test_one_kernel_that_does_not_compile_leaves_the_report_of_the_others(compiled, capsys, monkeypatch):
@@ -133,6 +176,8 @@ def test_one_kernel_that_does_not_compile_leaves_the_report_of_the_others(compil
     assert [bool(found) for found in failures.values()] == [False, False, False, True] * 2
     assert [len(one.kernels) for one in caught.value.warmed] == [1, 3, 1, 2] * 2
     assert len(compiled) == 8 + 2 * 2 + 2 * 1
+    copy = pickle.loads(pickle.dumps(caught.value))  # as another process hands it on
+    assert (str(copy), copy.warmed) == (str(caught.value), caught.value.warmed)
 
     arguments = ["warmup", "--shapes", "2,16,4096,128", "--gpu", "NVIDIA H200", "--backend", "triton"]
     assert main(arguments) == 1

@@ -10,14 +10,15 @@ import importlib.metadata
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import torch
 
-from . import __version__, nvrtc, policy, routing
+from . import __version__, nvrtc, policy, routing, verify
 from .batch_invariance import is_batch_invariant
 from .explain import explain_problem, other_implementations, plugin_enabled
-from .precompile import WarmupError, warmup
+from .precompile import NotKeptWarning, WarmupError, warmup
 from .problem import Problem
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             dropout_p=options.dropout,
             scale=options.scale,
             training=options.training,
-            gpu=_full_name(options.gpu),
+            gpu=policy.full_name(options.gpu),
             architecture=options.architecture,
         )
     except ValueError as error:
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torch_flashbackend", description="Questions and orders to torch_flashbackend. None needs a GPU."
     )
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, GPU, the measurements in force, is the plugin on")
     explain = commands.add_parser("explain", help="which kernel a call runs on, and why")
@@ -90,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     kind.add_argument("--full", action="store_true", help="calls that are not causal alone")
     warm.add_argument("--inference", action="store_true", help="calls without gradients alone")
     warm.add_argument(
-        "--backend", choices=routing.KERNELS, nargs="+", help="these in order, as sdpa_backend; else as measured"
+        "--backend", choices=routing.BACKENDS, nargs="+", help="these in order, as sdpa_backend; else as measured"
     )
     warm.add_argument("--gpu", help='the GPU to compile for, if not this machine\'s: "NVIDIA H200"')
     warm.add_argument("--architecture", help="for a GPU whose name is not known here: sm_90, gfx942, ...")
@@ -99,21 +101,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _warmup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Exit status 1 where something does not compile."""
+    """Exit status 1 where something does not compile, or is not kept for others."""
     try:
-        done = warmup(
-            options.shapes,
-            dtypes=[DTYPES[name] for name in options.dtype],
-            causal=(True,) if options.causal else (False,) if options.full else (False, True),
-            training=(False,) if options.inference else (False, True),
-            kv_heads=options.kv_heads,
-            seqlen_k=options.seqlen_k,
-            head_dim_v=options.head_dim_v,
-            backends=options.backend,
-            gpu=_full_name(options.gpu),
-            architecture=options.architecture,
-            workers=options.workers,
-        )
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", NotKeptWarning)
+            done = warmup(
+                options.shapes,
+                dtypes=[DTYPES[name] for name in options.dtype],
+                causal=(True,) if options.causal else (False,) if options.full else (False, True),
+                training=(False,) if options.inference else (False, True),
+                kv_heads=options.kv_heads,
+                seqlen_k=options.seqlen_k,
+                head_dim_v=options.head_dim_v,
+                backends=options.backend,
+                gpu=options.gpu,
+                architecture=options.architecture,
+                workers=options.workers,
+            )
     except ValueError as error:
         parser.error(str(error))
     except WarmupError as error:
@@ -126,9 +130,10 @@ def _warmup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
         if failures:
             what = f"{', '.join(kernels) or 'nothing'} compiled, {len(failures)} failed ({seconds:.1f} s)"
         print(f"{call}: {backend}, {what}")
-    for failure in dict.fromkeys(failure for one in done for failure in one.failures):
-        print(failure, file=sys.stderr)
-    return int(any(one.failures for one in done))
+    failed = [failure for one in done for failure in one.failures]
+    for line in dict.fromkeys((*failed, *(str(one.message) for one in warned))):
+        print(line, file=sys.stderr)
+    return int(bool(failed) or any(issubclass(one.category, NotKeptWarning) for one in warned))
 
 
 def _positive(text: str) -> int:
@@ -145,12 +150,6 @@ def _shape(text: str) -> tuple[int, ...]:
     if len(shape) < 2 or min(shape) < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no shape: give numbers with commas, like 2,16,4096,128")
     return shape
-
-
-def _full_name(gpu: str | None) -> str | None:
-    """A measured GPU's whole name for a part of it, where only one fits: "H200" is "NVIDIA H200"."""
-    fitting = [name for name in policy.policies() if gpu and gpu.lower() in name.lower()]
-    return fitting[0] if len(fitting) == 1 else gpu
 
 
 def _info() -> str:
@@ -173,15 +172,28 @@ def _info() -> str:
     else:
         rows.append(("GPU", "none: nothing changes on this machine"))
     rows.append(("CUDA C++ compiler", nvrtc.unavailable() or nvrtc.version()))
-    rows.append(("compiled kernels", str(nvrtc.cache_folder() or "not kept on disk")))
+    problem = nvrtc.cache_problem()
+    rows.append(("compiled kernels", f"not kept on disk: {problem}" if problem else str(nvrtc.cache_folder())))
     rows.append(("measured GPUs", ", ".join(sorted(measured)) or "none"))
-    variable = os.environ.get("TORCH_FLASHBACKEND")
-    state = "on" if plugin_enabled() else "off"
-    rows.append(("plugin", f"{state} (TORCH_FLASHBACKEND={variable})" if variable else f"{state} in this process"))
+    rows.append(("plugin", _state()))
+    if verify.share:
+        rows.append(("verify", f"{verify.share:g} of the calls that we take, by {verify.VARIABLE}"))
     if is_batch_invariant():
         rows.append(("batches", "the same bits in every batch, by TORCH_FLASHBACKEND_BATCH_INVARIANT"))
     width = max(len(name) for name, _ in rows)
     return "\n".join([*(f"{name:<{width}}  {text}" for name, text in rows), *other_implementations()])
+
+
+def _state() -> str:
+    """Is the plugin on here, and by which variables?"""
+    state = "on" if plugin_enabled() else "off"
+    variable, autoload = os.environ.get("TORCH_FLASHBACKEND"), os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    if not variable:
+        return f"{state} in this process"
+    told = f"TORCH_FLASHBACKEND={variable}"
+    if state == "off" and autoload != "1":
+        told += f", but TORCH_DEVICE_BACKEND_AUTOLOAD={autoload} stops PyTorch from loading any plugin"
+    return f"{state} ({told})"
 
 
 def _version(package: str) -> str:

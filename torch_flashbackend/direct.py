@@ -68,7 +68,11 @@ def attention(
     """
     try:
         device_type = query.device.type
-        if torch.compiler.is_compiling() or (device_type != "meta" and torch.is_autocast_enabled(device_type)):
+        if (
+            torch.compiler.is_compiling()
+            or torch.jit.is_tracing()
+            or (device_type != "meta" and torch.is_autocast_enabled(device_type))
+        ):
             if return_lse:
                 return _op_with_logsumexp(
                     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, ",".join(WITH_LOGSUMEXP)
@@ -190,10 +194,11 @@ def call(
         if known and entry.unobserved is not None and not (return_lse or _dispatch_modes() or _profiler_enabled()):
             return entry.unobserved(query, key, value, attn_mask, dropout_p, is_causal, scale, decision.layout)
         if entry.run is not None:
-            return entry.run(
+            result = entry.run(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, layout=decision.layout, return_lse=return_lse
             )
-        return run(decision, *arguments, return_lse)
+        else:
+            result = run(decision, *arguments, return_lse)
     except decisions.kernel_failures() as error:
         others = ("stock",) if allowed is None else allowed[allowed.index(decision.backend) + 1 :]
         if not others or torch.compiler.is_compiling():
@@ -201,6 +206,10 @@ def call(
         decisions.warn_once(
             f"{decision.backend} kernel not available, {others[0]} runs the call instead: {decisions.first_line(error)}"
         )
+    else:
+        if decisions.verify.share and decision.backend != "math":
+            decisions.verify.maybe_check(*arguments, result[0] if return_lse else result)
+        return result
     return call(*arguments, others, return_lse)
 
 

@@ -1,30 +1,27 @@
 """explain(): which kernel a call runs on and, for each one that it does not, the one condition that failed.
 
-May import torch, nested.py, packed.py, problem.py, routing.py and, when asked, override.py and selection.py for what is
-switched on. Imported by the package's `__init__` and by the command line.
+May import torch, callable_module.py, nested.py, packed.py, problem.py, routing.py and, when asked, override.py and
+selection.py for what is switched on. Imported by the package's `__init__` and by the command line.
 """
 
 from __future__ import annotations
 
 import contextlib
+import numbers
 import sys
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _torch, nested, packed, routing
+from .callable_module import CallableModule
 from .problem import Problem
 from .routing import Decision
 
 __all__ = ["Explanation", "explain", "explain_problem", "other_implementations", "plugin_enabled"]
 
-# Constraints that a call fails where PyTorch, too, refuses it or has rules of its own.
-PYTORCHS_BUSINESS = frozenset(
-    {"devices", "dtypes", "rank", "shapes", "kv heads", "batch", "mask dtype", "mask shape", "dropout_p"}
-)
 HEADINGS = ("backend", "takes it", "why")
 
 
@@ -93,15 +90,33 @@ def explain(
     Arguments are those of the call: query [..., H, Sq, D], key [..., Hkv, Sk, D], value [..., Hkv, Sk, Dv], attn_mask
     bool or float; or nested tensors of jagged layout, whose calls are calls on packed sequences. The call may be
     invalid: the table then says what is wrong with it. Under autocast, give the tensors in the dtype that autocast
-    would cast them to.
+    would cast them to. Raises TypeError for what PyTorch would not take for a tensor, a number or a bool.
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"explain(): argument '{name}' must be Tensor, not {type(tensor).__name__}")
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if not isinstance(tensor, Tensor) and not (tensor is None and name == "attn_mask"):
+            raise _wrong_type(name, "Tensor", tensor)
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise _wrong_type(name, "bool", flag)
+    dropout_p = _number("dropout_p", dropout_p)
+    scale = None if scale is None else _number("scale", scale)
     problem = _packed_problem(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if problem is None:
         problem = Problem.from_tensors(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return explain_problem(problem)
+
+
+def _number(name: str, given: Any) -> Any:
+    """What PyTorch takes for a number: one, or a tensor that holds one."""
+    if isinstance(given, Tensor) and given.dim() == 0:
+        return given.item()
+    if not isinstance(given, (numbers.Real, torch.SymInt, torch.SymFloat)):
+        raise _wrong_type(name, "float", given)
+    return given
+
+
+def _wrong_type(name: str, wanted: str, given: Any) -> TypeError:
+    return TypeError(f"explain(): argument '{name}' must be {wanted}, not {type(given).__name__}")
 
 
 def _packed_problem(
@@ -135,7 +150,7 @@ def explain_problem(problem: Problem, *, here: bool = True) -> Explanation:
     if here and not enabled and allowed is None and backend != "stock":
         notes = ("The plugin is off: PyTorch runs this call. torch_flashbackend.enable() switches it on.", *notes)
     stock_backend = problem.stock_backend
-    if decision is not None and decision.reason in PYTORCHS_BUSINESS:
+    if decision is not None and decision.reason in routing.PYTORCHS_BUSINESS:
         stock_backend = None
         notes = ("What PyTorch makes of such arguments, an error most likely, is its own to say.", *notes)
     return Explanation(backend, decision, rows, problem, stock_backend, enabled, allowed, notes)
@@ -210,7 +225,7 @@ def _selected() -> tuple[str, ...] | None:
     return None
 
 
-class _CallableModule(ModuleType):
+class _CallableModule(CallableModule):
     """`torch_flashbackend.explain` may be this module or its function, of the same name: both can be called."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Explanation:

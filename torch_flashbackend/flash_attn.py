@@ -153,6 +153,7 @@ def flash_attn_varlen_func(
     varlen.check_softcap(softcap)
     max_seqlen_q = q.size(0) if max_seqlen_q is None else max_seqlen_q
     max_seqlen_k = k.size(0) if max_seqlen_k is None else max_seqlen_k
+    varlen.check_longest(max_seqlen_q, max_seqlen_k)
     left, right = _window(window_size, causal, max_seqlen_k)
     q, k, v = varlen.under_autocast(q, k, v)
     out, logsumexp = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, left,

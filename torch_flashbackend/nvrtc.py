@@ -159,6 +159,7 @@ def _run_nvrtc(source: Source) -> tuple[bytes, str]:
 
 _binaries: dict[str, Binary] = {}
 _building: dict[str, threading.Lock] = {}
+_not_kept: str | None = None
 
 
 def compile(source: Source, *, use_cache: bool = True) -> Binary:
@@ -189,6 +190,8 @@ def compile(source: Source, *, use_cache: bool = True) -> Binary:
 
 def forget() -> None:
     """Drop what this process remembers; the disk cache stays."""
+    global _not_kept
+    _not_kept = None
     _binaries.clear()
     _building.clear()
 
@@ -205,7 +208,8 @@ def cache_folder() -> Path | None:
     """Where binaries are kept; None where there is no home directory, or the variable is set to nothing."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen is not None:
-        return Path(chosen) if chosen else None
+        # "~" by hand: an image's settings are no shell's.
+        return Path(os.path.expanduser(chosen)) if chosen else None
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):  # the standard asks to ignore relative ones
         return Path(base) / "torch_flashbackend"
@@ -213,6 +217,23 @@ def cache_folder() -> Path | None:
         return Path.home() / ".cache" / "torch_flashbackend"
     except RuntimeError:
         return None
+
+
+def cache_problem() -> str | None:
+    """Why no binaries are kept on disk, in a user's words; None if they are, or the folder is not there yet."""
+    folder = cache_folder()
+    if folder is None:
+        given = CACHE_VARIABLE in os.environ
+        return f"{CACHE_VARIABLE} is set to nothing" if given else f"no home directory, and no {CACHE_VARIABLE}"
+    if not folder.exists():
+        return None
+    try:
+        with _folder(create=False) as descriptor:
+            if not os.access(".", os.W_OK, dir_fd=descriptor):
+                return f"{folder} is not writable"
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def _trusted(status: os.stat_result) -> bool:
@@ -228,13 +249,13 @@ def _folder(create: bool) -> Iterator[int]:
     """
     folder = cache_folder()
     if folder is None or not hasattr(os, "geteuid"):  # without owners to look at there is nothing to trust
-        raise FileNotFoundError
+        raise FileNotFoundError("no folder that is known to be this user's")
     if create:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if not _trusted(os.fstat(descriptor)):
-            raise PermissionError
+            raise PermissionError(f"{folder} belongs to another user, or others may write to it")
         yield descriptor
     finally:
         os.close(descriptor)
@@ -268,8 +289,14 @@ def _load(name: str, key: str) -> Binary | None:
     return Binary(key, body[8 : 8 + length], body[8 + length :].decode(errors="replace"))
 
 
+def not_kept() -> str | None:
+    """Why something that this process has compiled is not on disk; None if all is."""
+    return _not_kept
+
+
 def _store(name: str, binary: Binary) -> None:
-    """Write a binary where `_load` finds it; does nothing where that cannot be."""
+    """Write a binary where `_load` finds it; where that cannot be, `not_kept` says why."""
+    global _not_kept
     body = len(binary.cubin).to_bytes(8, "little") + binary.cubin + binary.log.encode()
     digest = hashlib.sha256(binary.key.encode() + body).hexdigest().encode()
     temporary = f".{name}-{secrets.token_hex(8)}"
@@ -285,5 +312,5 @@ def _store(name: str, binary: Binary) -> None:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=folder)
                 raise
-    except OSError:
-        pass
+    except OSError as error:
+        _not_kept = cache_problem() or str(error)

@@ -1,6 +1,6 @@
 """Is our kernel faster than stock's for this call? The answer comes from measurements, one file per GPU.
 
-May import torch and problem.py. Imported by routing.py and the command line (`explain`, `info`).
+May import torch and problem.py. Imported by routing.py, precompile.py and the command line (`explain`, `info`).
 policies/README.md describes the files; benchmarks/make_policy.py writes them.
 
 A call is compared with the measured calls of the same kind (case, causal, dtype, decoding or not) at the nearest
@@ -17,6 +17,7 @@ import functools
 import importlib.resources
 import json
 import math
+import re
 import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ import torch
 
 from .problem import Problem
 
-__all__ = ["MARGIN", "Policy", "Row", "Verdict", "judge", "policies", "policy_for"]
+__all__ = ["MARGIN", "Policy", "Row", "Verdict", "full_name", "judge", "policies", "policy_for"]
 
 # The least measured ratio of times that counts as faster; below it, noise decides.
 MARGIN = 1.02
@@ -121,6 +122,18 @@ class Policy:
         for row in self.rows:
             found.setdefault((row.backend, row.case, row.causal, row.dtype, row.decode), []).append(row)
         return found
+
+
+def full_name(gpu: str | None) -> str | None:
+    """A measured GPU's whole name for words of it that say which, where only one fits: "H200" is "NVIDIA H200".
+
+    Any other name is returned as it is. A maker's name alone ("NVIDIA") says nothing, and an "H20" is no "H200".
+    """
+    if not gpu or not any(letter.isdigit() for letter in gpu):
+        return gpu
+    words = re.compile(rf"(?<![a-z0-9]){re.escape(gpu)}(?![a-z0-9])", re.IGNORECASE)
+    fitting = [name for name in policies() if words.search(name)]
+    return fitting[0] if len(fitting) == 1 else gpu
 
 
 def judge(problem: Problem, backend: str) -> Verdict:

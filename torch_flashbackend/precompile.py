@@ -1,8 +1,8 @@
 """warmup(): compile ahead of time what a list of calls will need, with or without a GPU in the machine.
 
-May import torch, problem.py, routing.py, reference.py and, when it compiles, the kernels. Imported by the package's
-`__init__` and by the command line. Binaries go where a call looks for them: the CUDA kernels' to the cache of nvrtc.py
-(TORCH_FLASHBACKEND_CACHE), Triton's to its own (TRITON_CACHE_DIR). So an image build fills both.
+May import torch, nvrtc.py, policy.py, problem.py, routing.py, reference.py and, when it compiles, the kernels. Imported
+by the package's `__init__` and by the command line. Binaries go where a call looks for them: the CUDA kernels' to the
+cache of nvrtc.py (TORCH_FLASHBACKEND_CACHE), Triton's to its own (TRITON_CACHE_DIR). So an image build fills both.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import functools
 import itertools
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from . import policy, reference, routing
+from . import nvrtc, policy, reference, routing
 from .batch_invariance import planned_batch
 from .kernels import KernelUnavailable
 from .problem import Problem
 
-__all__ = ["Warmed", "WarmupError", "warmup"]
+__all__ = ["NotKeptWarning", "Warmed", "WarmupError", "warmup"]
 
 # Where nobody knows the GPU's number of multiprocessors; tiles may depend on it.
 USUAL_SM_COUNT = 132
@@ -49,12 +50,20 @@ class Warmed(NamedTuple):
     failures: tuple[str, ...] = ()
 
 
+class NotKeptWarning(RuntimeWarning):
+    """What `warmup` has compiled serves this process alone."""
+
+
 class WarmupError(KernelUnavailable):
     """Some kernels did not compile. warmed: what was done for every call, failures among it."""
 
     def __init__(self, warmed: list[Warmed]) -> None:
         super().__init__("\n".join(dict.fromkeys(failure for one in warmed for failure in one.failures)))
         self.warmed = warmed
+
+    def __reduce__(self) -> Any:
+        # Else a copy, in another process say, would be made from the message.
+        return type(self), (self.warmed,)
 
 
 def warmup(
@@ -76,13 +85,14 @@ def warmup(
     shapes: of queries, [batch, num_heads, seqlen_q, head_dim]. dtypes, causal, training (with gradients, backward
     included): which to prepare for. kv_heads, seqlen_k, head_dim_v: those of key and value, as the query's if None.
     backends: as for sdpa_backend; None compiles what the automatic route runs, which is nothing where PyTorch's own
-    kernels are faster. gpu, architecture: the GPU by its name ("NVIDIA H200"), this machine's if None.
+    kernels are faster. gpu, architecture: the GPU by its name ("NVIDIA H200"; "H200" will do), this machine's if None.
     workers: compilers at once, one for each CPU core if None.
 
     Tensors are taken to be contiguous; other strides are compiled at their first call where that makes a difference.
-    Raises ValueError for a shape, dtype, backend or GPU that makes no sense, RuntimeError where no backend of
-    `backends` takes a call. What does not compile stops nothing else: WarmupError (a RuntimeError) at the end has the
-    whole report.
+    Raises ValueError for a shape, dtype, backend, GPU or number of workers that makes no sense and for a call that
+    PyTorch would refuse, TypeError for a flag that is none, RuntimeError where no backend of `backends` takes a call.
+    What does not compile stops nothing else: WarmupError (a RuntimeError) at the end has the whole report.
+    NotKeptWarning (a RuntimeWarning): no folder takes the CUDA kernels, so that another process compiles them again.
     """
     jobs: dict[Any, Callable[[], tuple[str, ...]]] = {}
     calls = []
@@ -93,16 +103,26 @@ def warmup(
     wrong = [dtype for dtype in dtypes if not isinstance(dtype, torch.dtype)]
     if wrong:
         raise ValueError(f"dtypes are torch's, for example torch.bfloat16; got {wrong[0]!r}")
+    for name, flags in (("causal", causal), ("training", training)):
+        if not isinstance(flags, Sequence) or any(not isinstance(one, bool) for one in flags):
+            raise TypeError(f"{name} is True, False or a list of these; got {flags!r}")
+    if backends is not None and not backends:
+        raise ValueError(f"name at least one backend, in order of preference: {', '.join(routing.BACKENDS)}")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers is a number of compilers, 1 or more; got {workers}")
     for shape, dtype, is_causal, gradients in itertools.product(shapes, dtypes, causal, training):
         if isinstance(shape, (int, str)) or len(shape) != 4:
             got = shape if isinstance(shape, (int, str)) else list(shape)
             raise ValueError(f"shapes are a list of [batch, num_heads, seqlen_q, head_dim]; got {got!r} in it")
         problem = Problem.from_shapes(
             shape, dtype=dtype, kv_heads=kv_heads, seqlen_k=seqlen_k, head_dim_v=head_dim_v, is_causal=is_causal,
-            training=gradients, gpu=gpu, architecture=architecture,
+            training=gradients, gpu=policy.full_name(gpu), architecture=architecture,
         )  # fmt: skip
         if problem.device_type != "cuda":
-            raise ValueError('no GPU here to compile for: name one, for example gpu="NVIDIA H200"')
+            raise ValueError('no GPU here to compile for: name one, "NVIDIA H200" for example')
+        invalid = routing.first_failure(problem, "math", automatic=False)
+        if invalid is not None and invalid.name in routing.PYTORCHS_BUSINESS:
+            raise ValueError(invalid.message(problem))
         backend = routing.decide(problem, backends).backend
         found = list(_jobs(problem, backend))
         jobs.update(found)
@@ -137,6 +157,10 @@ def warmup(
         )
         for problem, backend, keys in calls
     ]
+    not_kept = nvrtc.not_kept() if any(key[0] == "cuda" for key in jobs) else None
+    if not_kept is not None:
+        message = f"the CUDA kernels are compiled for this process alone, not kept on disk: {not_kept}"
+        warnings.warn(message, NotKeptWarning, stacklevel=2)
     if failed:
         raise WarmupError(warmed)
     return warmed

@@ -193,7 +193,7 @@ class Problem:
             sdp_backends=_enabled_backends(),
             stock_backend=None,
             batch_invariant=is_batch_invariant(),
-            no_compiler=(nvrtc.unavailable() or "") if architecture == HOPPER else "",
+            no_compiler=_no_compiler(architecture),
         )
         return dataclasses.replace(problem, stock_backend=stock.backend(problem, query, key, value, attn_mask))
 
@@ -222,25 +222,38 @@ class Problem:
         mask: None, "bool", "float" or "float_grad" (a bias that is trained), of shape [*batch, 1, Sq, Sk].
         gpu: a GPU's name as torch.cuda.get_device_name gives it, "cpu" or "mps"; None is this machine.
         architecture: for a GPU whose name is not known here, e.g. "sm_90"; without gpu, for any GPU of that kind.
-        Raises ValueError for a mask, GPU or architecture that it does not know, or a query of rank below 2.
+        Raises ValueError for a mask, GPU or architecture that it does not know, an architecture that the GPU does not
+        have, a query of rank below 2, kv_heads for a query without heads, or a size that is no whole number.
         """
         shape = tuple(query_shape)
         if len(shape) < 2:
             raise ValueError(f"query needs two dimensions or more, [..., seqlen, head_dim]: {describe_shape(shape)}")
+        sizes = (("kv_heads", kv_heads), ("seqlen_k", seqlen_k), ("head_dim_v", head_dim_v))
+        for name, size in (*(("query", size) for size in shape), *sizes):
+            if size is not None and (not isinstance(size, int) or size < 0):
+                got = f"[{', '.join(repr(n) for n in shape)}]" if name == "query" else repr(size)
+                raise ValueError(f"{name} needs whole numbers, 0 or more, as sizes; got {got}")
+        if kv_heads is not None and len(shape) < 3:
+            raise ValueError(f"kv_heads is for queries with heads, [..., heads, seqlen, head_dim], not {list(shape)}")
         if mask not in (None, "bool", "float", "float_grad"):
             raise ValueError(f'unknown mask {mask!r}: give "bool", "float" or "float_grad"')
         if architecture is not None and not re.fullmatch(r"sm_\d{2,3}|gfx[0-9a-f]{3,4}", architecture):
             raise ValueError(f'unknown architecture {architecture!r}: give one like "sm_90" or "gfx942"')
-        device_type, index, sm_count = "cuda", 0, None
+        device_type, index, sm_count, no_compiler = "cuda", 0, None, ""
         gpu = architecture if gpu is None else gpu
         if gpu is None:
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
             architecture, gpu, sm_count = _this_machine(device_type, None)
+            no_compiler = _no_compiler(architecture)
         elif gpu in ("cpu", "mps"):
+            if architecture is not None:
+                raise ValueError(f"gpu {gpu!r} is no GPU with the architecture {architecture!r}: give one of the two")
             device_type = architecture = gpu
             gpu = ""
         elif architecture is None:
             architecture = known_architecture(gpu)
+        elif gpu != architecture:
+            _refuse_another_architecture(gpu, architecture)
         batch, heads = shape[:-3], shape[-3:-2]
         seqlen_k = shape[-2] if seqlen_k is None else seqlen_k
         kv_heads_shape = heads if kv_heads is None or not heads else (kv_heads,)
@@ -285,6 +298,7 @@ class Problem:
             sdp_backends=ALL_SDP_BACKENDS,
             stock_backend=None,
             batch_invariant=is_batch_invariant(),
+            no_compiler=no_compiler,
         )
         return dataclasses.replace(problem, stock_backend=stock.backend(problem))
 
@@ -389,6 +403,16 @@ def known_architecture(gpu: str) -> str:
     raise ValueError(f"unknown GPU {gpu!r} (known: {known}); give its architecture, for example sm_90 or gfx942")
 
 
+def _refuse_another_architecture(gpu: str, architecture: str) -> None:
+    """Raise ValueError if the GPU is known, and as something else."""
+    try:
+        known = known_architecture(gpu)
+    except ValueError:
+        return
+    if known != architecture:
+        raise ValueError(f"gpu {gpu!r} is {known}, not {architecture}: give one of the two")
+
+
 def _strides_aligned(shape: Sequence[Any], stride: Sequence[Any], itemsize: int) -> bool:
     """Symbolic strides count as aligned, without a look: a look would be a guard."""
     if not stride:
@@ -445,6 +469,11 @@ def _this_machine(device_type: str, index: int | None) -> tuple[str, str, int | 
     if not torch.cuda.is_available():
         return "unknown", "", None
     return _gpu(torch.cuda.current_device() if index is None else index)
+
+
+def _no_compiler(architecture: str) -> str:
+    """Why this machine cannot compile what its GPU would run; empty where it can."""
+    return (nvrtc.unavailable() or "") if architecture == HOPPER else ""
 
 
 @functools.cache

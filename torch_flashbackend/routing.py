@@ -23,8 +23,8 @@ from .policy import Verdict
 from .problem import HOPPER, MaskInfo, Problem, describe_shape
 
 __all__ = [
-    "AUTO", "BACKENDS", "Backend", "Constraint", "Decision", "KERNELS", "Rule", "STOCK_FAILS", "decide",
-    "first_failure",
+    "AUTO", "BACKENDS", "Backend", "Constraint", "Decision", "KERNELS", "PYTORCHS_BUSINESS", "Rule", "STOCK_FAILS",
+    "decide", "first_failure",
 ]  # fmt: skip
 
 MAX_HEAD_DIM = 512
@@ -108,7 +108,7 @@ def decide(problem: Problem, allowed: Iterable[str] | None = None) -> Decision:
     conditions = "\n".join(f"  {name}: {message}" for name, _, message in rejected)
     raise RuntimeError(
         f"no backend among {', '.join(names) or '(none)'} takes this call ({problem}):\n{conditions}\n"
-        'Add "stock" to sdpa_backend(...) to let PyTorch run what the others do not take.'
+        'With "stock" among them, PyTorch would run what the others do not take.'
     )
 
 
@@ -330,6 +330,11 @@ VALID = (
 )
 
 
+# Constraints that a call fails where PyTorch, too, refuses it or has rules of its own.
+PYTORCHS_BUSINESS = frozenset(
+    {"devices", "dtypes", "rank", "shapes", "kv heads", "batch", "mask dtype", "mask shape", "dropout_p"}
+)
+
 # What the kernels' constraints ask.
 
 
@@ -338,6 +343,11 @@ def _architecture_ok(problem: Problem) -> bool:
     if name == "unknown":  # fake tensors on a machine without a GPU: the code may run on any
         return True
     return name.startswith("gfx") or (name.startswith("sm_") and int(name[3:]) >= 80)
+
+
+def _gpu(problem: Problem) -> str:
+    """Its name, where it has one beside its architecture's."""
+    return "the GPU" if problem.gpu_name in ("", problem.architecture) else problem.gpu_name
 
 
 def _head_dim_ok(size: Any) -> bool:
@@ -458,7 +468,7 @@ CUDA = Backend(
             "architecture",
             lambda p: p.architecture == HOPPER,
             lambda p: (
-                f"{p.gpu_name or 'the GPU'} is {p.architecture}; "
+                f"{_gpu(p)} is {p.architecture}; "
                 "the cuda backend needs compute capability 9.0 (sm_90: H100, H200, H20, GH200)"
             ),
         ),
@@ -583,7 +593,7 @@ TRITON = Backend(
             "architecture",
             _architecture_ok,
             lambda p: (
-                f"{p.gpu_name or 'the GPU'} is {p.architecture}; "
+                f"{_gpu(p)} is {p.architecture}; "
                 "the triton backend needs compute capability 8.0 (sm_80) or later, or an AMD GPU"
             ),
         ),

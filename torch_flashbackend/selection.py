@@ -35,6 +35,8 @@ _ATEN_SDPA_DEFAULT = torch.ops.aten.scaled_dot_product_attention.default
 _SDPA = torch.ops.flashbackend.sdpa.default
 _PLAIN_TYPES = decisions.PLAIN_TYPES
 _is_compiling = torch.compiler.is_compiling
+# Sizes are tensors then, and what Python does with them would not be in the traced program.
+_is_tracing = torch.jit.is_tracing
 _HOOKED = frozenset(
     operator
     for name in (*kernel_hook.FORWARDS, *kernel_hook.BACKWARDS.values())
@@ -146,6 +148,7 @@ def _rewritten(
         and type(key) in _PLAIN_TYPES
         and type(value) in _PLAIN_TYPES
         and not _is_compiling()
+        and not _is_tracing()
         and not _torch.dispatch_modes()
         and not _torch.function_modes()
         and not _torch.functorch_active()

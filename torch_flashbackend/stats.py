@@ -1,6 +1,6 @@
 """stats(): what the plugin has done in this process, by backend and reason.
 
-May import the standard library and, when asked for numbers, what is already loaded of ops.py and verify.py. Imported
+May import callable_module.py and, when asked for numbers, what is already loaded of ops.py and verify.py. Imported
 by decisions.py, which keeps the cache of the hooks: it calls `register` when a Decision enters that cache and `retire`
 when one leaves it, and adds one to `Decision.calls` for every call that follows it. Nothing here is on that hot path.
 
@@ -13,8 +13,9 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from .callable_module import CallableModule
 
 if TYPE_CHECKING:
     from .routing import Decision
@@ -128,7 +129,7 @@ def _loaded(name: str) -> Any:
     return sys.modules.get(f"{__package__}.{name}")
 
 
-class _CallableModule(ModuleType):
+class _CallableModule(CallableModule):
     """`from . import stats` and `torch_flashbackend.stats()` mean the same object, whichever came first."""
 
     def __call__(self) -> Stats:

@@ -121,6 +121,7 @@ def attention_varlen(
         check_types(query=query, key=key, value=value)
     max_seqlen_q = query.size(0) if max_seqlen_q is None else max_seqlen_q
     max_seqlen_k = key.size(0) if max_seqlen_k is None else max_seqlen_k
+    check_longest(max_seqlen_q, max_seqlen_k)
     query, key, value = under_autocast(query, key, value)
     check(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     scale = reference.default_scale(query.size(2)) if scale is None else scale
@@ -151,6 +152,13 @@ def check_softcap(softcap: float) -> None:
     """Raise ValueError for what is neither 0 nor a positive number: it would silently be no cap."""
     if not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap is 0.0 for none, or a positive number; got {softcap}")
+
+
+def check_longest(max_seqlen_q: int, max_seqlen_k: int) -> None:
+    """Raise ValueError for negative lengths. Whether a sequence is longer is the GPU's to know."""
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(length, int) and length < 0:
+            raise ValueError(f"{name} is at least the longest length, got {length}")
 
 
 def check_types(**tensors: Any) -> None:

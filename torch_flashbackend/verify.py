@@ -1,9 +1,11 @@
 """Verify mode: on a random share of the calls that we take, compute the answer again in float64 and compare.
 
-May import torch, problem.py, `_torch.py`, reference.py, and ops.py to be called back after a backward. Imported by the
-hooks, which test `verify.share` (0.0: off) on every call, and by stats.py. Switched on by
-TORCH_FLASHBACKEND_VERIFY=0.01 (a share of the calls, 0 to 1) or `set_verify(0.01)`; the module is that function:
-`torch_flashbackend.verify(0.01)`.
+May import torch, callable_module.py, problem.py, `_torch.py`, reference.py, and ops.py to be called back after a
+backward. Imported by decisions.py, for override.py and direct.py, which test `verify.share` (0.0: off) on every call,
+by stats.py and the command line. Switched on by TORCH_FLASHBACKEND_VERIFY=0.01 (a share of the calls, 0 to 1) or
+`set_verify(0.01)`; the module is that function: `torch_flashbackend.verify(0.01)`. Eager calls of
+F.scaled_dot_product_attention, in `sdpa_backend` blocks too, and of `attention` are checked, not what compiled programs
+hold, nor packed sequences and caches of keys and values.
 
 A difference is measured against a bound on rounding, element by element: with probabilities p, values v and the
 rounding units e of the products and the result, an output may be off by f·Σ p|v|, where the factor f adds what the
@@ -20,13 +22,13 @@ import random
 import sys
 import threading
 import warnings
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _torch, reference
+from .callable_module import CallableModule
 from .problem import Problem
 
 __all__ = ["check_backward", "maybe_check", "reset", "results", "set_verify", "share", "verify"]
@@ -351,7 +353,7 @@ def _read_variable() -> None:
         )
 
 
-class _CallableModule(ModuleType):
+class _CallableModule(CallableModule):
     """`verify(0.01)` and `verify.share` belong to one object, whichever way it was imported."""
 
     def __call__(self, value: float) -> None:

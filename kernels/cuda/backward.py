@@ -38,9 +38,6 @@ for _entry in ENTRIES:
 
 _LOG2E = math.log2(math.e)
 _PREPARE_THREADS = 256
-# Queries, their gradients and their float32 sums of the heads in work at one time should fit the L2 cache (50 MB).
-_L2_BYTES = 32 << 20
-_MAX_BLOCKS = 2**31 - 1
 _COUNTERS_BYTES = 128  # of the fused kernel: those of its items; a number for each key head follows
 _MAX_FUSED_CHUNKS = 1 << 17  # of all query heads; what counts them stays allocated
 _CHUNK_ROWS = 512  # queries that one item of the fused kernel prepares or finishes
@@ -314,7 +311,7 @@ def _heads_per_group(
     holds, but enough for a wave of blocks. A last group of less than half as many runs almost alone, the longest block
     of a causal call above all: then up to twice as many, where that leaves fewer out of the last one.
     """
-    most = max(_L2_BYTES // head_bytes, math.ceil(num_sms / blocks))
+    most = max(tiles.L2_BYTES // head_bytes, math.ceil(num_sms / blocks))
     if deterministic and is_causal:
         # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
         most = max(most, math.ceil(num_sms / 3))
@@ -465,7 +462,7 @@ class Plan:
         if tile.fused:
             blocks += 2 * chunks * batch * kv_heads
         blocks *= cluster
-        if max(all_q_tiles, blocks) > _MAX_BLOCKS:
+        if max(all_q_tiles, blocks) > tiles.MAX_BLOCKS:
             raise KernelUnavailable(f"{max(all_q_tiles, blocks)} tiles are more than 32 bits count")
         # One allocation: statistics, sums, semaphores, each at a multiple of 16 bytes. The query's gradient, which the
         # last kernel writes when nobody needs the statistics any more, holds them where it is large enough.

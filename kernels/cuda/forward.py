@@ -36,9 +36,6 @@ MAX_SEQLEN_K = 2**18
 launch_counts.setdefault(ENTRY, 0)
 
 _LOG2E = math.log2(math.e)
-# Keys and values of the heads in work at one time should fit the L2 cache (50 MB) beside what is written.
-_L2_BYTES = 32 << 20
-_MAX_TILES = 2**31 - 1
 
 
 class ForwardParams(ctypes.Structure):
@@ -275,7 +272,7 @@ class Plan:
         tile = spec.tile
         q_tiles = math.ceil(seqlen_q / tile.block_m)
         num_tiles = q_tiles * batch * heads
-        if num_tiles > _MAX_TILES:
+        if num_tiles > tiles.MAX_BLOCKS:
             raise KernelUnavailable(f"{num_tiles} tiles are more than 32 bits count")
         try:
             binary = spec.compile()
@@ -395,7 +392,7 @@ def _heads_per_group(batch_heads: int, queries_per_kv: int, seqlen_k: int, colum
     """
     if seqlen_k >= 8192:
         return batch_heads
-    in_cache = _L2_BYTES // (seqlen_k * columns * 2) * queries_per_kv
+    in_cache = tiles.L2_BYTES // (seqlen_k * columns * 2) * queries_per_kv
     return min(max(in_cache, 16), batch_heads)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ... import driver, nvrtc
 from .. import KernelUnavailable, launch_counts
-from . import sources
+from . import sources, tiles
 
 SOURCE = sources.FOLDER / "forward_wide.cu"
 ENTRY = "flash_forward_wide"
@@ -29,9 +29,6 @@ _NUM_THREADS = 384
 _STAGES_BYTES = 192 << 10
 _EXCHANGED_BYTES = 33 << 10
 _BARRIERS_BYTES = 512
-# Keys and values of the heads in work at one time should fit the L2 cache (50 MB).
-_L2_BYTES = 32 << 20
-_MAX_BLOCKS = 2**31 - 1
 
 
 class WideParams(ctypes.Structure):
@@ -123,7 +120,7 @@ def heads_per_group(batch_heads: int, queries_per_kv: int, seqlen_k: int, head_d
     As many as have keys and values in L2 together, but no more than 8: blocks at the longest tiles of many heads, which
     share nothing, would run together, then blocks at short ones. At least two, whose lists end at different times.
     """
-    in_cache = _L2_BYTES // (seqlen_k * head_dim * 4)
+    in_cache = tiles.L2_BYTES // (seqlen_k * head_dim * 4)
     return min(max(2, min(in_cache, 8)) * queries_per_kv, batch_heads)
 
 
@@ -155,7 +152,7 @@ class WidePlan:
         spec = self.specialisation = specialise(head_dim, query.dtype, is_causal, write_lse)
         q_tiles = math.ceil(seqlen_q / BLOCK)
         blocks = q_tiles * batch * heads
-        if blocks > _MAX_BLOCKS:
+        if blocks > tiles.MAX_BLOCKS:
             raise KernelUnavailable(f"{blocks} tiles are more than a grid has blocks")
         try:
             self._function = ctypes.c_void_p(driver.load_function(spec.compile(), ENTRY, index, spec.shared_bytes))

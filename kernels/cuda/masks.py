@@ -17,7 +17,7 @@ import torch
 from ... import _torch, driver
 from .. import KernelUnavailable, launch_counts
 from ..mask_strides import strides_of
-from .tiles import BackwardTile, Tile
+from .tiles import MAX_BLOCKS, BackwardTile, Tile
 
 ENTRY = "flash_mask_lists"
 BIT_ENTRIES = ("flash_mask_bits", "flash_mask_query_lists")
@@ -28,7 +28,6 @@ STRIDED, DENSE, ALIGNED = 0, 1, 2
 
 # As in backward_mask.cuh.
 _LIST_WARPS = 4
-_MAX_BLOCKS = 2**31 - 1
 
 for _entry in (ENTRY, *BIT_ENTRIES):
     launch_counts.setdefault(_entry, 0)
@@ -216,7 +215,7 @@ class QueryLists:
         tiles = lists * mask_q_tiles
         # Of a float mask all rows of a query tile are looked at as well.
         query_tiles = batches * heads * mask_q_tiles if mask.dtype != torch.bool else 0
-        if tiles + query_tiles > _MAX_BLOCKS:
+        if tiles + query_tiles > MAX_BLOCKS:
             raise KernelUnavailable(f"{tiles + query_tiles} tiles are more than 32 bits count")
         self._device = mask.device
         self._functions = functions

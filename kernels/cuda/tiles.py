@@ -1,7 +1,7 @@
-"""The one table of tile sizes of the Hopper kernels.
+"""The one table of tile sizes of the Hopper kernels, and the limits that all of their launches have.
 
-May import nothing of ours. Imported by ``forward.py`` and ``backward.py``. H100, H200, H20, GH200 and slices of them
-are all sm_90: their numbers of SMs only decide whether the forward's larger tiles are enough for all of them.
+May import nothing of ours. Imported by whatever of this folder makes launches. H100, H200, H20, GH200 and slices of
+them are all sm_90: their numbers of SMs only decide whether the forward's larger tiles are enough for all of them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+# Of the L2 cache (50 MB), what the heads in work at one time should fit: keys and values of a forward, beside what is
+# written; queries, their gradients and their float32 sums of a backward.
+L2_BYTES = 32 << 20
+# Of one launch, in its first dimension.
+MAX_BLOCKS = 2**31 - 1
 
 
 @dataclass(frozen=True)

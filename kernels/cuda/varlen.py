@@ -24,7 +24,6 @@ from . import tiles
 from .backward import MAIN, PREPARE, BackwardParams
 from .forward import (
     _LOG2E,
-    _MAX_TILES,
     ENTRY,
     MAX_HEAD_DIM,
     MAX_SEQLEN_K,
@@ -120,7 +119,7 @@ class Plan:
         self._schedule = call.schedule(options, extras, tile.block_m, None)
         slots = self._schedule.query_slots
         num_tiles = slots * heads
-        if num_tiles > _MAX_TILES:
+        if num_tiles > tiles.MAX_BLOCKS:
             raise KernelUnavailable(f"{num_tiles} tiles are more than 32 bits count")
         try:
             self._function = ctypes.c_void_p(driver.load_function(spec.compile(), ENTRY, index, spec.shared_bytes))
@@ -229,7 +228,7 @@ class BackwardPlan:
         alignment = STATISTICS_ALIGNMENT.value
         assert alignment % tile.block_m == 0
         q_tiles = (total_q // alignment + call.num_sequences) * (alignment // tile.block_m)
-        if max(heads * q_tiles, blocks) > _MAX_TILES:
+        if max(heads * q_tiles, blocks) > tiles.MAX_BLOCKS:
             raise KernelUnavailable(f"{max(heads * q_tiles, blocks)} tiles are more than 32 bits count")
         # As in dense calls, the statistics lie where the query's gradient is written last.
         statistics = heads * q_tiles * 2 * tile.block_m
@@ -268,9 +267,7 @@ class BackwardPlan:
             logsumexp_pitch=logsumexp.stride(0),
             q_tiles=q_tiles,
             k_tiles=k_slots,
-            heads_per_group=min(
-                max(dense_backward._L2_BYTES // head_bytes, math.ceil(num_sms / k_slots)), kv_heads
-            ),
+            heads_per_group=min(max(tiles.L2_BYTES // head_bytes, math.ceil(num_sms / k_slots)), kv_heads),
             softmax_scale=options.scale,
             softmax_scale_log2=options.scale * _LOG2E,
             q_slots=q_slots,
