@@ -192,8 +192,8 @@ def call(
         return run_stock(*arguments)
     try:
         if known and entry.unobserved is not None and not (return_lse or _dispatch_modes() or _profiler_enabled()):
-            return entry.unobserved(query, key, value, attn_mask, dropout_p, is_causal, scale, decision.layout)
-        if entry.run is not None:
+            result = entry.unobserved(query, key, value, attn_mask, dropout_p, is_causal, scale, decision.layout)
+        elif entry.run is not None:
             result = entry.run(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, layout=decision.layout, return_lse=return_lse
             )
