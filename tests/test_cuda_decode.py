@@ -148,7 +148,7 @@ def test_next_call_patches_pointers_alone(cuda):
     assert cuda.calls[before:] == ["cuTensorMapReplaceAddress"] * 2 + ["cuLaunchKernelEx"]
     call(address=1 << 30, lse=False)
     assert launched(cuda)[1].logsumexp is None
-    assert len(cuda.compiled) == 2 and cuda.compiled[0] == cuda.compiled[1]  # for each plan, which is one binary
+    assert len(cuda.compiled) == 1  # of both plans
 
 
 def test_smaller_clusters_where_the_device_has_no_room_for_large_ones(cuda):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from torch_flashbackend import driver, nvrtc
+from torch_flashbackend.kernels.cuda import sources
 from torch_flashbackend.nvrtc import Binary, CompileError, Source
 
 SOURCE = Source("answer", '#include "answer.cuh"\nextern "C" __global__ void answer(int* out) { *out = ANSWER; }')
@@ -401,8 +402,9 @@ def install_fake_driver(monkeypatch, fake):
     monkeypatch.setattr(driver, "_library", lambda: fake)
     monkeypatch.setattr(driver, "_launcher", None)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    for cache in ("_functions", "_of_stream", "_unused", "_lanes", "_num_lanes"):
+    for cache in ("_functions", "_of_stream", "_unused", "_lanes", "_num_lanes", "_clusters"):
         monkeypatch.setattr(driver, cache, {})
+    monkeypatch.setattr(sources, "_binaries", {})
     monkeypatch.setattr(driver, "_is_capturing", lambda: False)
     monkeypatch.setattr(driver, "current_device", lambda: 0)
     monkeypatch.setattr(driver, "current_stream", lambda index: 77)

@@ -172,6 +172,7 @@ def _after_fork() -> None:
     _unused.clear()
     _lanes.clear()
     _num_lanes.clear()
+    _clusters.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -393,16 +394,25 @@ def cluster_attributes(size: int) -> Any:
     return attributes
 
 
-def max_active_clusters(function: Any, config: LaunchConfig) -> int:
+# By function and number of blocks in a cluster: the driver takes its time for the answer.
+_clusters: dict[tuple[int, int], int] = {}
+
+
+def max_active_clusters(function: Any, config: LaunchConfig, blocks: int) -> int:
     """How many clusters of such a launch the current device runs at a time; 0 where it has no room for one.
 
-    config: with cluster_attributes, of which only the first is of interest here.
+    config: with the cluster_attributes of so many blocks, of which only the first is of interest here. What else it
+    says of a block is always the same for a function.
     """
+    known = _clusters.get((function.value, blocks))
+    if known is not None:
+        return known
     found = ctypes.c_int(0)
     config = LaunchConfig.from_buffer_copy(config)
     config.num_attributes = 1
     code = _library().cuOccupancyMaxActiveClusters(ctypes.byref(found), function, ctypes.byref(config))
-    return 0 if code else found.value
+    number = _clusters[function.value, blocks] = 0 if code else found.value
+    return number
 
 
 # --------------------------------------------------------------------------------------------------------------- launch

@@ -244,7 +244,7 @@ class Specialisation(NamedTuple):
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
-        return sources.compiled(self.source)
+        return sources.compiled(self)
 
 
 def specialise(
@@ -471,8 +471,7 @@ class Plan:
         self._statistics_in_gradient = (
             grad_query is not None
             and not (tile.fused or tile.direct)
-            and is_dense(grad_query)
-            and 4 * statistics <= grad_query.numel() * grad_query.element_size()
+            and has_room(grad_query, statistics)
         )
         try:
             binary = spec.compile()
@@ -665,6 +664,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     """Has the tensor's memory no gaps?"""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() == span
+
+
+def has_room(tensor: torch.Tensor, floats: int) -> bool:
+    """Can so many float32 numbers lie in the tensor's memory for a while?"""
+    return is_dense(tensor) and 4 * floats <= tensor.numel() * tensor.element_size()
 
 
 def aligned(*tensors: torch.Tensor) -> bool:

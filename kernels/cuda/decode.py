@@ -96,7 +96,7 @@ class DecodeSpecialisation(NamedTuple):
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
-        return sources.compiled(self.source)
+        return sources.compiled(self)
 
 
 def takes(batch: int, kv_heads: int, seqlen_q: int, seqlen_k: int, queries_per_kv: int, is_causal: bool) -> bool:
@@ -205,7 +205,7 @@ class DecodePlan:
                 ctypes.addressof(self._attributes), len(self._attributes),
             )  # fmt: skip
             self.chosen = Chosen(spec, splits)
-            if splits == 1 or driver.max_active_clusters(self._function, self._config):
+            if splits == 1 or driver.max_active_clusters(self._function, self._config, splits):
                 return
             splits //= 2
 

@@ -5,6 +5,7 @@ May import nothing but the standard library. Imported by ``decode.py``. ``NOTES.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 MAX_ROWS = 32
@@ -58,6 +59,7 @@ def _boxes(head_dim: int) -> int:
     return -(-head_dim // 64) * 64
 
 
+@functools.cache
 def tile_for(head_dim: int, head_dim_v: int, rows: int) -> DecodeTile:
     """The tile for a number of rows, at most MAX_ROWS; head dimensions in multiples of 16.
 

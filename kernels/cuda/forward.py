@@ -134,7 +134,7 @@ class Specialisation(NamedTuple):
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
-        return sources.compiled(self.source)
+        return sources.compiled(self)
 
 
 def specialise(

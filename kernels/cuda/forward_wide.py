@@ -101,7 +101,7 @@ class WideSpecialisation(NamedTuple):
 
     def compile(self) -> nvrtc.Binary:
         """The binary. Needs NVRTC and no GPU; raises KernelUnavailable."""
-        return sources.compiled(self.source)
+        return sources.compiled(self)
 
 
 def takes(head_dim: int, head_dim_v: int) -> bool:

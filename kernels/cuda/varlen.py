@@ -232,7 +232,7 @@ class BackwardPlan:
             raise KernelUnavailable(f"{max(heads * q_tiles, blocks)} tiles are more than 32 bits count")
         # As in dense calls, the statistics lie where the query's gradient is written last.
         statistics = heads * q_tiles * 2 * tile.block_m
-        fits = grad_query is not None and 4 * statistics <= dense_backward._dense_bytes(grad_query)
+        fits = grad_query is not None and dense_backward.has_room(grad_query, statistics)
         self._statistics_floats = 0 if fits else statistics
         self._workspace_floats = self._statistics_floats + heads * q_tiles * tile.block_m * spec.head_dim
         try:
