@@ -217,6 +217,8 @@ scale: scale nan is not a finite number""",  # noqa: E501
                     changed(wide, mask=dataclasses.replace(wide.mask, dtype=torch.float32)),
                     problem(mask="bool", is_causal=True),
                     problem(mask="bool", dropout_p=0.1),
+                    problem(mask="float", dropout_p=0.1, training=True),
+                    problem((2, 16, 4096, 136), mask="bool", dropout_p=0.1, training=True),
                     problem((2, 16, 4096, 256), dropout_p=0.1),
                     problem(scale=-1.0),
                     problem(scale=0.0),
@@ -251,7 +253,9 @@ attn_mask: attn_mask [2, 1, 4096, 4096] of bfloat16 has strides [16793600, 16793
 attn_mask: attn_mask [2, 1, 4096, 1] of bfloat16 has strides [16777216, 16777216, 4096, 1]; the cuda backend takes float masks whose last dimension is that of the keys and dense, with all other strides multiples of 16 bytes, and all bool masks
 float32 attn_mask: attn_mask is float32 with head_dim 256, which the cuda backend takes up to 192
 mask and is_causal: attn_mask is given together with is_causal=True, which is stock's to judge
-dropout: dropout_p 0.1 with attn_mask is not supported by the cuda backend (0)
+dropout: dropout_p 0.1 with attn_mask is supported by the cuda backend in training alone, with bool masks and up to a head_dim of 128
+dropout: dropout_p 0.1 with attn_mask is supported by the cuda backend in training alone, with bool masks and up to a head_dim of 128
+dropout: dropout_p 0.1 with attn_mask is supported by the cuda backend in training alone, with bool masks and up to a head_dim of 128
 dropout head_dim: dropout_p 0.1 with head_dim 256, which the cuda backend takes up to 192
 positive scale: scale -1.0 is not supported by the cuda backend (a positive number)
 positive scale: scale 0.0 is not supported by the cuda backend (a positive number)

@@ -36,6 +36,8 @@ HOPPER_MAX_MASK_HEAD_DIM = 256
 # Above, a float32 mask or dropout leaves the "cuda" backend no registers.
 HOPPER_MAX_BIAS_HEAD_DIM = 192
 HOPPER_MAX_DROPOUT_HEAD_DIM = 192
+# Beside a bool mask dropout is its backward's alone, which has masks up to this.
+HOPPER_MAX_MASKED_DROPOUT_HEAD_DIM = 128
 # Of the kernels for packed sequences (varlen.py).
 MAX_PACKED_HEAD_DIM = 256
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -393,6 +395,14 @@ def _hopper_wide_ok(problem: Problem) -> bool:
     return plain or guarded(problem.head_dim <= HOPPER_MAX_MASK_HEAD_DIM)
 
 
+def _hopper_dropout_ok(problem: Problem) -> bool:
+    """Beside a mask it is the backward that has a kernel for dropout; the forward is the portable one's then."""
+    if problem.dropout_p == 0.0 or problem.mask is None:
+        return True
+    trains_bool = problem.requires_grad and problem.mask.dtype == torch.bool
+    return trains_bool and guarded(problem.head_dim <= HOPPER_MAX_MASKED_DROPOUT_HEAD_DIM)
+
+
 def _hopper_seqlen_k_ok(problem: Problem) -> bool:
     """A symbolic length counts as short, without a guard; the kernel refuses what is too long when it runs."""
     return not isinstance(problem.seqlen_k, int) or problem.seqlen_k <= HOPPER_MAX_SEQLEN_K
@@ -513,8 +523,11 @@ CUDA = Backend(
         ),
         Constraint(
             "dropout",
-            lambda p: p.dropout_p == 0.0 or p.mask is None,
-            lambda p: f"dropout_p {p.dropout_p:g} with attn_mask is not supported by the cuda backend (0)",
+            _hopper_dropout_ok,
+            lambda p: (
+                f"dropout_p {p.dropout_p:g} with attn_mask is supported by the cuda backend in training alone, with bool "
+                f"masks and up to a head_dim of {HOPPER_MAX_MASKED_DROPOUT_HEAD_DIM}"
+            ),
         ),
         Constraint(
             "dropout head_dim",
