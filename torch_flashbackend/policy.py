@@ -123,6 +123,11 @@ class Policy:
             found.setdefault((row.backend, row.case, row.causal, row.dtype, row.decode), []).append(row)
         return found
 
+    @functools.cached_property
+    def comparable(self) -> dict[tuple[Any, ...], list[Row]]:
+        """What `_comparable` has found."""
+        return {}
+
 
 def full_name(gpu: str | None) -> str | None:
     """A measured GPU's whole name for words of it that say which, where only one fits: "H200" is "NVIDIA H200".
@@ -264,23 +269,35 @@ def _judge_case(problem: Problem, case: str, policy: Policy | None, backend: str
 def _comparable(problem: Problem, case: str, policy: Policy, training: bool, symbolic: bool, backend: str) -> list[Row]:
     """Rows of the same kind, all of one pair of head dimensions: the nearest at or above the call's."""
     decode = not symbolic and problem.seqlen_q <= DECODE_SEQLEN
+    head_dim, head_dim_v = (size if isinstance(size, int) else None for size in (problem.head_dim, problem.head_dim_v))
+    asked = (backend, case, problem.is_causal, _dtypes(problem), decode, (head_dim, head_dim_v), training)
+    found = policy.comparable.get(asked)
+    if found is None:
+        found = policy.comparable[asked] = _look_up(policy, *asked)
+    return found
+
+
+def _look_up(
+    policy: Policy, backend: str, case: str, causal: bool, dtypes: tuple[str, ...], decode: bool,
+    wanted: tuple[int | None, int | None], training: bool,
+) -> list[Row]:  # fmt: skip
     rows: list[Row] = []
-    for dtype in _dtypes(problem):
-        kind = (backend, case, problem.is_causal, dtype, decode)
+    for dtype in dtypes:
+        kind = (backend, case, causal, dtype, decode)
         rows = [row for row in policy.by_kind.get(kind, ()) if not math.isnan(row.ratio(training))]
         if rows:
             break
     if not rows:
         return []
     dims = sorted({(row.head_dim, row.head_dim_v) for row in rows})
-    if not isinstance(problem.head_dim, int) or not isinstance(problem.head_dim_v, int):
+    head_dim, head_dim_v = wanted
+    if head_dim is None or head_dim_v is None:
         chosen = dims[-1]
     else:
-        wanted = (problem.head_dim, problem.head_dim_v)
-        above = [pair for pair in dims if pair[0] >= wanted[0] and pair[1] >= wanted[1]]
+        above = [pair for pair in dims if pair[0] >= head_dim and pair[1] >= head_dim_v]
         # An unequal pair says little about equal head dimensions, so it answers only where no equal pair can.
-        above.sort(key=lambda pair: (pair != wanted, (pair[0] == pair[1]) != (wanted[0] == wanted[1]), pair))
-        if not above and max(wanted) > 256:
+        above.sort(key=lambda pair: (pair != wanted, (pair[0] == pair[1]) != (head_dim == head_dim_v), pair))
+        if not above and max(head_dim, head_dim_v) > 256:
             return []  # another kernel of stock's: smaller head dimensions say nothing
         chosen = above[0] if above else dims[-1]
         if training and backend == SPECIAL and chosen != wanted:

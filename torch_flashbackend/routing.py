@@ -525,8 +525,8 @@ CUDA = Backend(
             "dropout",
             _hopper_dropout_ok,
             lambda p: (
-                f"dropout_p {p.dropout_p:g} with attn_mask is supported by the cuda backend in training alone, with bool "
-                f"masks and up to a head_dim of {HOPPER_MAX_MASKED_DROPOUT_HEAD_DIM}"
+                f"dropout_p {p.dropout_p:g} with attn_mask is supported by the cuda backend in training alone, with "
+                f"bool masks and up to a head_dim of {HOPPER_MAX_MASKED_DROPOUT_HEAD_DIM}"
             ),
         ),
         Constraint(
