@@ -21,7 +21,7 @@ from common import Call, check, expect, gradient_for, results_of, simple_call, t
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = HOPPER_ONLY
-RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "200"))
+RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "1000"))
 CHUNK = 10
 COPIED_LAYOUTS = ("expanded_heads", "unaligned", "odd_strides", "strided_last")  # of grad_out
 KERNELS = ("flash", "cudnn", "math")

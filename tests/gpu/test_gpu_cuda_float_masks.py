@@ -1,6 +1,6 @@
 """Float masks on the Hopper forward kernel, forced: values for every kind of mask, lists, and what must not leak.
 
-FLASHBACKEND_RANDOM_CALLS sets how many random calls are drawn (default 200 here).
+FLASHBACKEND_RANDOM_CALLS sets how many random calls are drawn (default 300 here).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from common import (
 
 __all__ = ["hopper_ran", "pytestmark"]  # a fixture and the marks of this file too
 
-RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "200"))
+RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "300"))
 CHUNK = 20
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
 HEAD_DIMS = [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)]

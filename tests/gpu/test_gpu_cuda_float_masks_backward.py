@@ -1,6 +1,6 @@
 """The Hopper backward of calls with a float mask, forced: lists, gradients against float64, what must not leak.
 
-FLASHBACKEND_RANDOM_CALLS sets how many random calls are drawn (default 40 here).
+FLASHBACKEND_RANDOM_CALLS sets how many random calls are drawn (default 100 here).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from common import Call, block_pattern, check, expect, gradient_for, results_of,
 
 __all__ = ["all_batches_at_once", "hopper", "pytestmark"]  # fixtures and the marks of this file too
 
-RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "40"))
+RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "100"))
 CHUNK = 10
 NAMES = ("query", "key", "value")
 

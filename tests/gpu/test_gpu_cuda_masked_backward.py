@@ -1,6 +1,6 @@
 """The Hopper backward of calls with a bool mask, forced: lists and bits, gradients against float64, what must not leak.
 
-FLASHBACKEND_RANDOM_CALLS sets how many random calls are drawn (default 100 here).
+FLASHBACKEND_RANDOM_CALLS sets how many random calls are drawn (default 200 here).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from common import (
 
 __all__ = ["hopper", "pytestmark"]  # a fixture and the marks of this file too
 
-RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "100"))
+RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "200"))
 CHUNK = 20
 BATCHES_AT_A_TIME = backward_parts.batches_at_a_time
 

@@ -1,6 +1,6 @@
 """Bool masks on the Hopper forward kernel, forced: values for every kind of mask, and what must not be read or written.
 
-FLASHBACKEND_RANDOM_CALLS sets how many random calls are drawn (default 300 here).
+FLASHBACKEND_RANDOM_CALLS sets how many random calls are drawn (default 400 here).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from common import (
 )
 
 pytestmark = HOPPER_ONLY
-RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "300"))
+RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "400"))
 CHUNK = 20
 HEAD_DIMS = [(64, 64), (80, 80), (128, 128), (192, 192), (192, 128), (256, 256)]
 
