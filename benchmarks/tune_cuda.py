@@ -66,11 +66,7 @@ def candidates(head_dim: int, deterministic: bool, head_dim_v: int | None = None
     if deterministic:
         return [usual]
     if tiles.fits_in_halves(head_dim, head_dim_v):
-        listed = [usual]
-        for stages in (1,) if head_dim_v > 128 else (2, 1):
-            listed += [tiles.in_halves(64, stages, delta_first=delta) for delta in (False, True)]
-            listed += [tiles.in_halves(32, stages), tiles.in_halves(64, stages, turns=False)]
-        return listed
+        return [usual, tiles.IN_HALVES]
     if head_dim != head_dim_v:
         return [usual]
     fused = change(usual, fused=True)

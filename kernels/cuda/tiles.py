@@ -243,7 +243,7 @@ class BackwardTile:
     of both, and load query and grad_out tiles once for both; do_stages does not count.
 
     With a block_n of 128 and a head_dim above 128 another kernel is meant, in which the one stage of query and grad_out
-    arrives in halves; it is unstaged.
+    arrives in halves (``IN_HALVES``).
     """
 
     block_m: int
@@ -282,7 +282,7 @@ def choose_backward(
     """
     usual = choose_backward_usual(head_dim, head_dim_v, is_causal, query_rows, deterministic)
     if not deterministic and fits_in_halves(head_dim, head_dim_v):
-        return in_halves(step_m=64, ds_stages=2 if head_dim_v <= 128 else 1)
+        return IN_HALVES
     if deterministic or head_dim != head_dim_v:
         return usual
     if head_dim == 256 and query_rows >= (4096 if is_causal else 1024):
@@ -305,12 +305,11 @@ def choose_backward(
 
 def fits_in_halves(head_dim: int, head_dim_v: int) -> bool:
     """Whether the kernel whose query tiles arrive in halves takes these: its sums leave registers for all else."""
-    return 128 < head_dim <= 192 and head_dim_v <= 192 and head_dim + head_dim_v <= 320
+    return (head_dim, head_dim_v) == (192, 128) or (head_dim == head_dim_v and 128 < head_dim <= 160)
 
 
-def in_halves(step_m: int, ds_stages: int, turns: bool = True, delta_first: bool = False) -> BackwardTile:
-    """A tile of that kernel. step_m: 32 or 64. ds_stages: 1, or 2 where values of at most 128 columns leave room."""
-    return BackwardTile(128, 128, step_m, 1, 1, ds_stages, turns=turns, delta_first=delta_first, unstaged=True)
+# The tile of that kernel.
+IN_HALVES = BackwardTile(128, 128, 64, q_stages=1, do_stages=1, ds_stages=1, unstaged=True)
 
 
 def choose_backward_usual(

@@ -1,6 +1,6 @@
-"""The Hopper backward of a head_dim of 144 to 192, up to 320 together with the value's: query tiles arrive in halves.
+"""The Hopper backward of head_dim 192 with values of 128 and of equal ones of 136 to 160: query tiles arrive in halves.
 
-Each form of the kernel that the tuner tries is forced; gradients are judged against float64.
+Gradients are judged against float64.
 """
 
 from __future__ import annotations
@@ -15,22 +15,11 @@ from hopper_calls import DTYPES, HOPPER_ONLY, gradient_checker
 
 from torch_flashbackend import ops
 from torch_flashbackend.kernels import KernelUnavailable
-from torch_flashbackend.kernels.cuda import backward, forward, tiles
+from torch_flashbackend.kernels.cuda import backward, forward
 
 from common import gradient_for, results_of, simple_call, tensor_in_layout
 
 pytestmark = HOPPER_ONLY
-# Of 192 with values of 128 columns; those with one stage of dS run at 160 too.
-FORMS = {
-    "64, two stages": tiles.in_halves(64, 2),
-    "64, two stages, delta first": tiles.in_halves(64, 2, delta_first=True),
-    "64, two stages, without turns": tiles.in_halves(64, 2, turns=False),
-    "32, two stages": tiles.in_halves(32, 2),
-    "64, one stage": tiles.in_halves(64, 1),
-    "64, one stage, delta first": tiles.in_halves(64, 1, delta_first=True),
-    "64, one stage, without turns": tiles.in_halves(64, 1, turns=False),
-    "32, one stage": tiles.in_halves(32, 1),
-}
 # Queries and keys around tiles of 128 and their halves, few and many tiles, keys that no query sees.
 LENGTHS = [(1, 1), (63, 129), (64, 64), (65, 300), (128, 128), (129, 127), (200, 513), (333, 400), (641, 190)]
 
@@ -52,23 +41,10 @@ def compiled_side_by_side():
                         *sizes, dtype, is_causal, True, seqlen_q=333, seqlen_k=400, batch_heads=8, num_sms=132
                     )
                 )
-                chosen = backward.specialise(*sizes, dtype, is_causal, False, 1)
-                jobs += [chosen._replace(tile=tile) for tile in FORMS.values() if sizes[1] == 128 or tile.ds_stages < 2]
+                jobs.append(backward.specialise(*sizes, dtype, is_causal, False, 1))
+                assert jobs[-1].in_halves
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         list(pool.map(compile_or_leave, jobs))
-
-
-@pytest.fixture(params=FORMS.values(), ids=FORMS)
-def form(request, monkeypatch):
-    """Calls in the default mode run this form of the kernel."""
-
-    def choose(head_dim, head_dim_v, is_causal, query_rows, deterministic):
-        assert tiles.fits_in_halves(head_dim, head_dim_v) and not deterministic
-        return request.param
-
-    monkeypatch.setattr(tiles, "choose_backward", choose)
-    monkeypatch.setattr(backward, "_plans", {})
-    return request.param
 
 
 @pytest.fixture
@@ -91,7 +67,7 @@ def check_gradients(plugin, hopper, note):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_lengths_around_tiles(check_gradients, form, is_causal):
+def test_lengths_around_tiles(check_gradients, is_causal):
     for number, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
         group, layout = (1, 2, 4)[number % 3], ("bhsd", "bshd")[number % 2]
         call = simple_call(
@@ -101,29 +77,29 @@ def test_lengths_around_tiles(check_gradients, form, is_causal):
         check_gradients(call)
 
 
-def test_many_blocks(check_gradients, form):
+def test_many_blocks(check_gradients):
     """More tiles of keys than multiprocessors, and long sequences."""
     check_gradients(simple_call(5, 40, 700, 500, 192, head_dim_v=128, is_causal=True))
     check_gradients(simple_call(1, 2, 4096, 4096, 192, head_dim_v=128, is_causal=True))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_values_as_wide_as_keys(check_gradients, form, is_causal):
-    if form.ds_stages == 1:
-        for number, (seqlen_q, seqlen_k) in enumerate(LENGTHS[::2]):
-            check_gradients(simple_call(2, 4, seqlen_q, seqlen_k, 160, is_causal=is_causal, seed=number))
-        check_gradients(simple_call(5, 40, 700, 500, 160, is_causal=is_causal))
+def test_values_as_wide_as_keys(check_gradients, is_causal):
+    for number, (seqlen_q, seqlen_k) in enumerate(LENGTHS[::2]):
+        check_gradients(simple_call(2, 4, seqlen_q, seqlen_k, 160, is_causal=is_causal, seed=number))
+    check_gradients(simple_call(5, 40, 700, 500, 160, is_causal=is_causal))
 
 
-@pytest.mark.parametrize("head_dims", [(136, 128), (144, 64), (160, 128), (176, 8), (184, 120), (144, 176)], ids=str)
+@pytest.mark.parametrize("head_dims", [(136, 136), (144, 144), (152, 152), (160, 160), (192, 128)], ids=str)
 def test_head_dims(check_gradients, head_dims):
-    """Where the last box of columns is not full; with the table's form."""
+    """All that calls can have: the last box of columns is full, or not."""
+    assert backward.specialise(*head_dims, torch.bfloat16, False, False, 1).in_halves
     for is_causal in (False, True):
         check_gradients(simple_call(2, 3, 333, 400, head_dims[0], head_dim_v=head_dims[1], is_causal=is_causal))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_same_bits_each_time_under_load(hopper, form, is_causal):
+def test_the_same_bits_each_time_under_load(hopper, is_causal):
     """Gradients of keys and values, which are added up in a fixed order, with all multiprocessors busy."""
     call = simple_call(2, 40, 1100, 1000, 192, head_dim_v=128, is_causal=is_causal)
     grad_out = gradient_for(call)
@@ -136,7 +112,7 @@ def test_the_same_bits_each_time_under_load(hopper, form, is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_neighbours_are_not_read(hopper, form, is_causal):
+def test_neighbours_are_not_read(hopper, is_causal):
     """The tensors are windows of larger ones, full of NaN around them."""
     shapes = (192, 192, 128, 128)
     windows = []
