@@ -666,7 +666,7 @@ def test_generating_at_tiny_sizes(tmp_path):
         assert set(row["prefill_ms"]) == set(row["decode_ms"]) == {"default", "plugin", "math"}
         # Each of the four tokens of both texts has been compared.
         assert row["beside_default"]["plugin"]["steps_together"] == 8
-    assert "| 4/2 heads, B2 prompt 24 compiled | " in report.section(path.parent)
+    assert "| 4/2 heads, B2 prompt 24 compiled | " in report.details(path.parent)
 
 
 def test_generated_texts_that_part_are_compared_up_to_there():
@@ -699,7 +699,7 @@ def test_encoding_at_tiny_sizes_with_random_weights_says_so(tmp_path, capsys):
     (row,) = json.loads(path.read_text())["rows"]
     assert row["weights"] == "random" and set(row["sentences_per_second"]) == {"default", "plugin", "forced"}
     assert row["cosine_to_default"]["plugin"] > 0.9999 and row["cosine_to_float32"]["default"] > 0.9999
-    assert "(weights: random)" in report.section(path.parent)
+    assert "(weights: random)" in report.details(path.parent)
 
 
 def test_embeddings_that_differ_are_seen():
