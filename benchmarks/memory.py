@@ -138,8 +138,11 @@ def main(argv: list[str] | None = None) -> int:
     math_path: dict[int, int] = {}
     before, left, wrong = None, [], []
     for length in SMOKE_LENGTHS if arguments.smoke else LENGTHS:
+        label = f"S = {length:,}"
+        if not harness.asked_for(arguments, label):
+            continue
         if budget.exhausted:
-            left.append(f"S = {length:,}")
+            left.append(label)
             continue
         row = measure(length, meter, math_path)
         row["growth"] = growth(before, row)

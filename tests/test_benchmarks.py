@@ -742,6 +742,8 @@ def test_memory_by_length_at_tiny_sizes(tmp_path):
     data = json.loads(path.read_text())
     assert data["complete"] and [row["seqlen"] for row in data["rows"]] == [32, 64, 128]
     assert all(set(row["seconds"]) == {"default", "plugin", "math"} for row in data["rows"])
+    assert memory.main(["--device", "cpu", "--smoke", "--only", "64,128", "--out", str(path)]) == 0
+    assert [row["seqlen"] for row in json.loads(path.read_text())["rows"]] == [64, 128]
 
 
 def test_growth_of_memory_and_what_the_math_path_would_take():

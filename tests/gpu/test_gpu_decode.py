@@ -347,7 +347,8 @@ def test_caches_of_more_than_two_billion_elements(device, plugin, gigabytes):
 
 @pytest.mark.cuda_only
 def test_more_programs_than_a_grid_dimension_has(device, check_call):
-    check_call(simple_call(70_000, 2, 1, 40, 64, kv_heads=1, device=device), grad=False)
+    # Of PyTorch's kernels some are launched with more blocks than a grid has there: "invalid argument".
+    check_call(simple_call(70_000, 2, 1, 40, 64, kv_heads=1, device=device), grad=False, kernels=("math",))
 
 
 @pytest.mark.cuda_only
