@@ -3,6 +3,7 @@
     python -m pytest tests/gpu -n 16                         # compiling dominates: as many workers as cores
     FLASHBACKEND_RESULTS=gpu_tests.json python -m pytest ... # summary, rewritten while the tests run
     FLASHBACKEND_TEST_DEVICE=cpu python -m pytest tests/gpu  # the math backend: checks the tests, not the kernels
+    FLASHBACKEND_COMPILE_FOR=90 python -m pytest tests/gpu   # without a GPU: see compiling.py
 
 Without CUDA and without FLASHBACKEND_TEST_DEVICE every test is skipped. Tests marked `cuda_only` have no CPU form, or
 need the automatic route, which is PyTorch's own on a CPU.
@@ -32,11 +33,12 @@ for folder in (str(ROOT), str(ROOT / "tests")):
         sys.path.insert(0, folder)
 
 import torch  # noqa: E402
+from compiling import COMPILE_FOR, compile_call  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from common import STOCK_KERNELS, Call, Verdict, check, expect, gradient_for, results_of, stock_results  # noqa: E402
 
-DEVICE = os.environ.get("FLASHBACKEND_TEST_DEVICE", "cuda")
+DEVICE = "cpu" if COMPILE_FOR else os.environ.get("FLASHBACKEND_TEST_DEVICE", "cuda")
 BACKEND = "triton" if DEVICE == "cuda" else "math"
 HERE = Path(__file__).parent
 
@@ -63,6 +65,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="has no form on a CPU"))
     # First and side by side, so that one worker gets them all, while the others hold little memory and have much to do.
     items.sort(key=lambda item: item.get_closest_marker("memory") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    if COMPILE_FOR is None or HERE not in Path(item.path).parents:
+        return (yield)
+    with contextlib.suppress(Exception):  # it has no results to judge
+        yield
+    pytest.skip("compiled")
 
 
 class Summary:
@@ -278,6 +289,8 @@ def note(record_property) -> Callable[[list[Verdict]], None]:
 @pytest.fixture
 def check_call(plugin, launched, note) -> Callable[..., dict[str, Tensor]]:
     """Runs a call on our kernels and judges output and gradients against float64 and PyTorch's own kernels."""
+    if COMPILE_FOR:
+        return compile_call
 
     def run(
         call: Call, *, grad: bool = True, automatic: bool = False, tf32: bool = False, kernels=tuple(STOCK_KERNELS),
