@@ -13,7 +13,7 @@ from hooked import counting, hooked, leave_all, run_python, sample, take_valid
 from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 
 import torch_flashbackend
-from torch_flashbackend import _torch, cache_tag, decisions, kernel_hook, ops, override, routing, stats
+from torch_flashbackend import _torch, cache_tag, decisions, kernel_hook, ops, override, reference, routing, stats
 
 sdpa = F.scaled_dot_product_attention
 
@@ -452,6 +452,36 @@ WRONG = {
     "type": lambda q: sdpa(q, q, None),
     "integers": lambda q: sdpa(q.long(), q.long(), q.long()),
 }
+
+
+def test_steps_over_a_growing_cache_are_decided_as_one():
+    decided = []
+
+    def decide(problem, allowed=None):
+        decided.append(problem.seqlen_k)
+        return take_valid(problem, allowed)
+
+    def attend(length, seqlen_q=1, cut=False, grad=False, **options):
+        query, key, value = (sample(2, 3, rows, 16, seed=rows).detach() for rows in (seqlen_q, length + cut, length))
+        key = key[:, :, :length]
+        query.requires_grad_(grad)
+        out = F.scaled_dot_product_attention(query, key, value, **options)
+        torch.testing.assert_close(out, reference.attention(query, key, value, None, 0.0, False, 0.25))
+
+    with hooked(decide), counting() as count:
+        for length in range(120, 140):
+            attend(length)
+        assert decided == [120, 129] and count("triton") == 20
+        # Keys with gaps, one key, many queries and masks are decided by every number; a gradient is another call.
+        decided.clear()
+        for length in (120, 121, 122):
+            attend(length, cut=True)
+            attend(length, seqlen_q=17)
+            attend(length, attn_mask=torch.ones(1, length, dtype=torch.bool))
+            attend(length - 119)
+            attend(length, grad=True)
+        assert len(decided) == 4 * 3 + 1
+    assert not decisions._steps
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -2,8 +2,8 @@
 
 Two levels: `recent`, the last few calls, each compared with in one step; and `cache`, a dictionary of all.
 
-May import `_torch.py` and batch_invariance.py at the top, and problem, routing and ops when the first call arrives, so
-that enabling the plugin loads none of them. Imported by override, kernel_hook and selection.
+May import `_torch.py` and batch_invariance.py at the top, and policy, problem, routing and ops when the first call
+arrives, so that enabling the plugin loads none of them. Imported by override, kernel_hook and selection.
 
 The dictionary's key holds everything that a routing rule may look at (problem.py lists it): a rule that reads something
 new needs that in `signature` and `settings`, or it will be answered for another call.
@@ -43,6 +43,8 @@ __all__ = [
 # A training run meets a few dozen keys, a server with free lengths a few thousand. At about 1 kB each.
 CAPACITY = 8192
 RECENT = 4
+# Steps of decoding whose keys are as many but for this are decided as one: a cache that grows has new sizes every step.
+GROWTH = 64
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 _float32 = torch.float32
@@ -55,6 +57,8 @@ _priority_order = _torch.priority_order
 _allows_tf32 = _torch.allows_tf32
 
 cache: dict[tuple[Any, ...], Entry]
+# Decisions by `_steps_like`, and whether a gradient is needed.
+_steps: dict[tuple[Any, ...] | None, tuple[Any, bool]] = {}
 # The module verify.py, from the first decision on: no call is taken before.
 verify: Any = None
 _lock = threading.Lock()
@@ -256,11 +260,18 @@ def decide(
     Raises RuntimeError when `allowed` is given and none of these backends takes the call.
     """
     global verify
-    from . import routing, stats
+    from . import ops, policy, routing, stats
     from . import verify as verify_module
     from .problem import Problem
 
     verify = verify_module
+    like = None
+    if keep_as is not None and attn_mask is None and query.dim() == 4 and query.shape[2] <= policy.DECODE_SEQLEN:
+        like = _steps_like(query, key, value, keep_as)
+        earlier = _steps.get(like)  # nothing is there for None
+        if earlier is not None:
+            decision, requires_grad = earlier
+            return keep(Entry(decision, not requires_grad, _runner(ops, decision.backend, requires_grad)), keep_as)
     described = (query, key, value, attn_mask)
     if dtensor.present(*described):
         # One rank's share of the call, where our operators may run on it; else the DTensors, which nothing here takes.
@@ -276,8 +287,6 @@ def decide(
         and query.dim() == key.dim() == value.dim() == 4
         and _same_layout(query, key, value)
     ):
-        from . import ops
-
         # What is being traced, and has no key, comes with other tensors each time.
         if (attn_mask is None or attn_mask.dim() <= 4) and (keep_as is not None or decision.backend == "triton"):
             run = _runner(ops, decision.backend, problem.requires_grad)
@@ -287,7 +296,29 @@ def decide(
     if keep_as is None:
         stats.register(decision, traced=True)
         return result
+    if like is not None and run is not None:
+        _steps[like] = decision, problem.requires_grad
     return keep(result, keep_as)
+
+
+def _steps_like(query: Tensor, key: Tensor, value: Tensor, keep_as: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What calls have in common that are decided as one, for a step of decoding over keys without gaps; else None.
+
+    What our kernels take is the same for all of them, and what PyTorch would have run. (Of one key it may not be; nor
+    of rows that are no multiple of 16 bytes, where the number of keys decides how heads are aligned.)
+    """
+    shape = key.shape
+    if (
+        key.dim() != 4
+        or shape[:3] != value.shape[:3]
+        or shape[2] <= GROWTH
+        or not (key.is_contiguous() and value.is_contiguous())
+        or (shape[3] * key.element_size() | value.shape[3] * value.element_size()) & 15
+    ):
+        return None
+    # All of the signature but what says how many keys there are.
+    _, _, _, query_stride, _, _, *rest = keep_as
+    return (query.shape, query_stride, shape[:2], -(-shape[2] // GROWTH), shape[3], value.shape[3], *rest)
 
 
 def keep(entry: Entry, keep_as: tuple[Any, ...]) -> Entry:
@@ -403,5 +434,6 @@ def _clear() -> None:
     for entry in list(cache.values()):
         stats.retire(entry.decision)
     cache.clear()
+    _steps.clear()
     recent.clear()
     recent_with_mask.clear()

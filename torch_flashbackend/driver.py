@@ -58,11 +58,16 @@ _is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 class DriverError(RuntimeError):
-    """A call to the driver failed. `code` is its CUresult."""
+    """A call to the driver, `what`, failed. `code` is its CUresult."""
 
     def __init__(self, what: str, code: int) -> None:
         super().__init__(f"{what} failed: {_error_name(code)}")
+        self.what = what
         self.code = code
+
+    def __reduce__(self) -> Any:
+        # Else a copy, in another process say, would be made from the message alone.
+        return type(self), (self.what, self.code)
 
     @property
     def is_refusal(self) -> bool:
