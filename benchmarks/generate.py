@@ -1,4 +1,4 @@
-"""Generating text with transformers' `generate` and a static cache: the plugin, PyTorch's default, and its math path.
+"""Generating text with transformers' `generate`: the plugin, PyTorch's default, and its math path.
 
     python -m benchmarks.generate                     # about 2 minutes on an H200, writes <gpu>_generate.json
     python -m benchmarks.generate --kv-heads 8        # grouped queries; writes <gpu>_generate_kv8.json
@@ -6,8 +6,10 @@
     python -m benchmarks.generate --device cpu --smoke --out /tmp/generate.json
 
 A model of Llama 7B's shape (width 4096, 32 layers, 32 heads of 128, bfloat16), its weights random, made on the GPU.
-One process: the plugin is switched with enable() and disable(). `compiled` is what transformers does by itself for a
-static cache: the prompt in eager mode, each further token by a program of torch.compile(mode="reduce-overhead").
+One process: the plugin is switched with enable() and disable(). The cache is static or, as transformers has it unless
+told otherwise, grows with every token, so that each step has sizes of its own. `compiled` is what transformers does by
+itself for a static cache: the prompt in eager mode, each further token by a program of
+torch.compile(mode="reduce-overhead").
 
 How a number comes about: an event on the GPU before the call and one behind the model in each step. Prefill is the
 time to the first token's logits, a step the time from one token's to the next one's, launches and all; the rate is the
@@ -59,10 +61,11 @@ class Case:
     prompt: int
     batch: int
     compiled: bool
+    grows: bool = False
 
     @property
     def mode(self) -> str:
-        return "compiled" if self.compiled else "eager"
+        return "compiled" if self.compiled else "eager, growing cache" if self.grows else "eager"
 
     @property
     def label(self) -> str:
@@ -70,13 +73,14 @@ class Case:
 
 
 def all_cases(smoke: bool) -> list[Case]:
-    """Eager first; of the compiled ones, whose compilation takes most of the time, the largest first.
+    """Eager first, a cache that grows with the shortest; of the compiled ones, which take longest, the largest first.
 
     Prompts grow: transformers keeps a static cache as long as the longest so far.
     """
     prompts, batches = (SMOKE_PROMPTS, SMOKE_BATCHES) if smoke else (PROMPTS, BATCHES)
     eager = [Case(prompt, batch, False) for prompt in prompts for batch in batches]
-    return eager + [Case(prompts[-1], batch, True) for batch in reversed(batches)]
+    growing = [Case(prompts[0], batches[0], False, grows=True)]
+    return growing + eager + [Case(prompts[-1], batch, True) for batch in reversed(batches)]
 
 
 def make_model(sizes: dict[str, int], kv_heads: int, longest: int, device: torch.device) -> Any:
@@ -172,7 +176,8 @@ class Generator:
         with torch.no_grad():
             return self.model.generate(
                 input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens,
-                do_sample=False, cache_implementation="static", disable_compile=not case.compiled, **options,
+                do_sample=False, cache_implementation=None if case.grows else "static",
+                disable_compile=not case.compiled, **options,
             )  # fmt: skip
 
     @staticmethod

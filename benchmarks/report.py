@@ -453,9 +453,10 @@ def _generate(rows: list[dict[str, Any]]) -> list[str]:
     head += ["equal tokens, ours", "math path"]
     unexplained = [row["label"] for row in rows if row["explained"] is False]
     text = (
-        "transformers' `generate`, greedy, with a static cache, a model of Llama 7B's shape with random weights: time "
-        "of the prompt, rate of the tokens behind it, and the times of PyTorch's default and of its math path over "
-        "ours. Equal tokens: the share that agrees with PyTorch's default, of ours and of PyTorch's own math path; "
+        "transformers' `generate`, greedy, a model of Llama 7B's shape with random weights, a static cache but where "
+        "one is said to grow: time of the prompt, rate of the tokens behind it, and the times of PyTorch's default and "
+        "of its math path over ours. Equal tokens: the share that agrees with PyTorch's default, of ours and of "
+        "PyTorch's own math path; "
     )
     if unexplained:
         text += f"logits differ by more than rounding explains in: {', '.join(unexplained)}."

@@ -656,13 +656,13 @@ def test_a_training_process_that_dies_ends_with_an_error(tmp_path, capsys, monke
 def test_generating_at_tiny_sizes(tmp_path):
     pytest.importorskip("transformers", minversion="5.0")
     path = tmp_path / "results" / "cpu_generate.json"
-    options = ["--device", "cpu", "--smoke", "--kv-heads", "2", "--only", "prompt 24", "--out", str(path)]
+    options = ["--device", "cpu", "--smoke", "--kv-heads", "2", "--only", "growing,prompt 24", "--out", str(path)]
     assert generate.main(options) == 0
     data = json.loads(path.read_text())
     assert data["complete"] and data["kind"] == "generate"
-    eager, compiled = data["rows"]
-    for row, mode in ((eager, "eager"), (compiled, "compiled")):
-        assert row["label"] == f"4/2 heads, B2 prompt 24 {mode}" and row["explained"] and row["refused"] == {}
+    assert len(data["rows"]) == 3
+    for row, what in zip(data["rows"], ("12 eager, growing cache", "24 eager", "24 compiled")):
+        assert row["label"] == f"4/2 heads, B2 prompt {what}" and row["explained"] and row["refused"] == {}
         assert set(row["prefill_ms"]) == set(row["decode_ms"]) == {"default", "plugin", "math"}
         # Each of the four tokens of both texts has been compared.
         assert row["beside_default"]["plugin"]["steps_together"] == 8
