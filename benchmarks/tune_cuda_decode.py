@@ -112,7 +112,7 @@ def measure(case: cases.Case, variants: list[Chosen], buffer: torch.Tensor, roun
         recorded[name] = item
         facts[name] = dataclasses.asdict(variant.specialisation.tile) | {
             "splits": variant.splits,
-            "active": driver.max_active_clusters(plan._function, plan._config),
+            "active": driver.max_active_clusters(plan._function, plan._config, variant.splits),
         }  # fmt: skip
     times = decode.replay_times(recorded, buffer.device, rounds)
     stock, triton = times.pop("default"), times.pop("triton")

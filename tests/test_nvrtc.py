@@ -185,7 +185,7 @@ def test_symbolic_link_and_pipe_are_not_followed(folder, compilations, tmp_path)
 
 
 @needs_owners
-@pytest.mark.parametrize("obstacle", ["a file in its place", "no folder at all", "full disk"])
+@pytest.mark.parametrize("obstacle", ["a file in its place", "no folder at all", "another's home", "full disk"])
 def test_cache_that_cannot_be_written_costs_a_compilation_only(folder, compilations, monkeypatch, obstacle):
     assert nvrtc.compile(source(0)).cubin and nvrtc.not_kept() is None
     compilations.clear()
@@ -194,6 +194,17 @@ def test_cache_that_cannot_be_written_costs_a_compilation_only(folder, compilati
         folder.write_text("")
     elif obstacle == "no folder at all":
         monkeypatch.setenv(nvrtc.CACHE_VARIABLE, "")
+    elif obstacle == "another's home":
+        # As for who may not look into the folder above, which a superuser always may.
+        for name in ("stat", "open", "mkdir"):
+            allowed = getattr(os, name)
+
+            def refused(path, *args, allowed=allowed, **kwargs):
+                if str(path).startswith(str(folder)):
+                    raise PermissionError(13, "Permission denied", str(path))
+                return allowed(path, *args, **kwargs)
+
+            monkeypatch.setattr(os, name, refused)
     else:
 
         def full(*args, **kwargs):
@@ -203,7 +214,11 @@ def test_cache_that_cannot_be_written_costs_a_compilation_only(folder, compilati
     for times in (1, 2):
         assert compile_afresh(source()).cubin
         assert len(compilations) == times
-        words = {"a file in its place": "Not a directory", "no folder at all": "is set to nothing"}
+        words = {
+            "a file in its place": "Not a directory",
+            "no folder at all": "is set to nothing",
+            "another's home": "Permission denied",
+        }
         assert words.get(obstacle, "No space left on device") in nvrtc.not_kept()
         assert words.get(obstacle, "") in (nvrtc.cache_problem() or "")
     if obstacle == "full disk":

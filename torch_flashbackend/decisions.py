@@ -271,6 +271,7 @@ def decide(
         earlier = _steps.get(like)  # nothing is there for None
         if earlier is not None:
             decision, requires_grad = earlier
+            decision = dataclasses.replace(decision, calls=0)  # each key's calls are counted by one of its own
             return keep(Entry(decision, not requires_grad, _runner(ops, decision.backend, requires_grad)), keep_as)
     described = (query, key, value, attn_mask)
     if dtensor.present(*described):

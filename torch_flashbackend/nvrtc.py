@@ -225,12 +225,13 @@ def cache_problem() -> str | None:
     if folder is None:
         given = CACHE_VARIABLE in os.environ
         return f"{CACHE_VARIABLE} is set to nothing" if given else f"no home directory, and no {CACHE_VARIABLE}"
-    if not folder.exists():
-        return None
     try:
+        # Not by Path.exists, which raises where a folder above may not be looked into: another user's home, say.
         with _folder(create=False) as descriptor:
             if not os.access(".", os.W_OK, dir_fd=descriptor):
                 return f"{folder} is not writable"
+    except FileNotFoundError:
+        return None
     except OSError as error:
         return str(error)
     return None
@@ -249,7 +250,7 @@ def _folder(create: bool) -> Iterator[int]:
     """
     folder = cache_folder()
     if folder is None or not hasattr(os, "geteuid"):  # without owners to look at there is nothing to trust
-        raise FileNotFoundError("no folder that is known to be this user's")
+        raise OSError("no folder that is known to be this user's")
     if create:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
