@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_ke
 
 import torch_flashbackend
 from torch_flashbackend import _torch, cache_tag, decisions, kernel_hook, ops, override, reference, routing, stats
+from torch_flashbackend.kernels import KernelUnavailable
 
 sdpa = F.scaled_dot_product_attention
 
@@ -482,6 +483,28 @@ def test_steps_over_a_growing_cache_are_decided_as_one():
             attend(length, grad=True)
         assert len(decided) == 4 * 3 + 1
     assert not decisions._steps
+
+
+def test_a_step_whose_kernel_fails_leaves_the_counts_of_the_others(monkeypatch):
+    def attend(length):
+        query, key = sample(1, 1, 1, 16).detach(), sample(1, 1, length, 16).detach()
+        F.scaled_dot_product_attention(query, key, key)
+
+    def fails(*_, **__):
+        raise KernelUnavailable("not this one")
+
+    decisions._warned.clear()
+    with hooked(), counting() as count:
+        attend(120)
+        attend(121)
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "run", fails)
+            with pytest.warns(RuntimeWarning, match="not this one"):
+                attend(122)
+        for _ in range(3):
+            for length in (120, 121, 122, 123):
+                attend(length)
+        assert (count("triton"), count("stock")) == (2 + 1 + 3 * 3, 1 + 3)  # what fails is counted by both
 
 
 @pytest.mark.parametrize("name", WRONG)
