@@ -635,7 +635,6 @@ class Plan:
             first = False
         self._frames.append(frame)
 
-
     def constants(self, needs_query: bool) -> prepared.Backward | None:
         """For ``prepared.py``; None of a call with a mask or dropout. needs_query: is query's gradient asked for?"""
         if self._mask is not None or self._dropout is not None:
