@@ -160,6 +160,15 @@ def test_smaller_clusters_where_the_device_has_no_room_for_large_ones(cuda):
     assert params.tiles_each == 8 and params.more == 0
 
 
+def test_a_driver_that_cannot_say_what_there_is_room_for_is_asked_again(cuda):
+    cuda.failures["cuOccupancyMaxActiveClusters"] = [2] * 3  # out of memory
+    call()
+    assert launched(cuda)[1].splits == 1
+    cuda.failures.clear()
+    call(seqlen_k=1024)  # another plan, the same function
+    assert launched(cuda)[1].splits == 8
+
+
 def test_which_calls_are_its(cuda):
     def kernel(**options):
         call(**options)

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from hooked import hooked
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_flashbackend import verify
@@ -220,6 +221,20 @@ def test_calls_past_the_hook_are_checked(way, monkeypatch):
     run()
     assert (results()["checked"], results()["failed"]) == (4, 2)
     decisions.forget()
+
+
+def test_what_a_mode_watches_is_not_checked_under_it():
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils.flop_counter import FlopCounterMode
+
+    tensors = [torch.randn(1, 2, 24, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    with hooked():
+        make_fx(F.scaled_dot_product_attention)(*tensors)
+        counter = FlopCounterMode(display=False)
+        with counter:
+            F.scaled_dot_product_attention(*tensors)
+    assert counter.get_total_flops() == 4 * 2 * 24 * 24 * 16
+    assert (results()["checked"], results()["skipped"]) == (0, 2)
 
 
 def test_gradients_of_a_call_are_checked_too(monkeypatch):

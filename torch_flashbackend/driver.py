@@ -416,8 +416,10 @@ def max_active_clusters(function: Any, config: LaunchConfig, blocks: int) -> int
     config = LaunchConfig.from_buffer_copy(config)
     config.num_attributes = 1
     code = _library().cuOccupancyMaxActiveClusters(ctypes.byref(found), function, ctypes.byref(config))
-    number = _clusters[function.value, blocks] = 0 if code else found.value
-    return number
+    if code:
+        return 0  # for now: what is wrong may be something else
+    _clusters[function.value, blocks] = found.value
+    return found.value
 
 
 # --------------------------------------------------------------------------------------------------------------- launch

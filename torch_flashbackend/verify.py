@@ -102,8 +102,9 @@ def maybe_check(
 ) -> None:
     """Check `out`, the answer to this call, if chance chooses it; warn once if it differs by more than rounding.
 
-    Skips calls that cannot be checked: under CUDA graph capture, while tracing, under a function transform, with
-    dropout. Never raises for what it finds, and runs out of memory silently (the call counts as skipped).
+    Skips calls that cannot be checked: under CUDA graph capture, while tracing, under a function transform or a
+    dispatch mode, with dropout. Never raises for what it finds, and runs out of memory silently (the call counts as
+    skipped).
     """
     if share < 1.0 and _random.random() >= share:
         return
@@ -170,7 +171,8 @@ def _record(ratio: float, call: str, what: str) -> None:
 
 def _hidden(*tensors: Tensor | None) -> bool:
     """Can these tensors not be computed with here and now?"""
-    if _torch.transforms_active() or torch.compiler.is_compiling():
+    # A mode traces, counts or keeps all that is computed under it, this too.
+    if _torch.transforms_active() or _torch.dispatch_modes() or torch.compiler.is_compiling():
         return True
     for tensor in tensors:
         if tensor is not None and type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
