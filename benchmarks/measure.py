@@ -40,12 +40,7 @@ def measure_case(case: Case, names: list[str], meter: Meter, clocks: ClockLog, l
             runs = _runs(prepared, name)
             if not runs:
                 continue
-            first = "default" if "default" in runs else next(iter(runs))
-            runs[first + AGAIN] = runs[first]
-            times = meter.gpu_times(runs, (first, first + AGAIN))
-            report = aa_report(times, first, first + AGAIN)
-            row.setdefault("aa", {})[name] = report | {"rounds": meter.rounds_taken}
-            del times[first + AGAIN]
+            times, row.setdefault("aa", {})[name] = times_and_aa(runs, meter)
             row.setdefault("ms", {})[name] = {k: significant(t) for k, t in times.items()}
             row.setdefault("tflops", {})[name] = {k: significant(flops / t * 1e-9, 4) for k, t in times.items()}
         row["eager_us"], row["memory_bytes"] = {}, {}
@@ -59,6 +54,16 @@ def measure_case(case: Case, names: list[str], meter: Meter, clocks: ClockLog, l
     row["gpu_state"] = clocks.since(start)
     row["seconds"] = round(time.monotonic() - start, 2)
     return row
+
+
+def times_and_aa(runs: dict[str, Run], meter: Meter) -> tuple[dict[str, float], dict[str, Any]]:
+    """GPU times by contender, and the A/A report of one of them, PyTorch's default where it is there."""
+    first = "default" if "default" in runs else next(iter(runs))
+    again = first + AGAIN
+    times = meter.gpu_times(runs | {again: runs[first]}, (first, again))
+    report = aa_report(times, first, again) | {"rounds": meter.rounds_taken}
+    del times[again]
+    return times, report
 
 
 def _runs(prepared: dict[str, Prepared], name: str) -> dict[str, Run]:

@@ -261,8 +261,7 @@ def _special(rows: list[dict[str, Any]]) -> list[str]:
         for name in PASSES:
             times = row.get("ms", {}).get(name, {})
             ours = [times[backend] for backend in OURS if backend in times]
-            good = bool(ours) and "default" in times
-            cells += [f"{min(ours):.3g}", f"{times['default'] / min(ours):.2f}"] if good else ["-", "-"]
+            cells += [f"{min(ours):.3g}" if _has_both(times) else "-", _ratio_cell(times)]
         body.append([row["label"].split(": ", 1)[1], *cells])
     head = ["call", "forward, ms", "times PyTorch's default", "backward, ms", "times PyTorch's default"]
     lines = ["Masks, biases, dropout and other head dimensions, GPU time.", _table(head, body)] if body else []

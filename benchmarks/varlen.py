@@ -31,7 +31,7 @@ from torch import Tensor
 import torch_flashbackend
 from benchmarks import contenders, harness, measure
 from benchmarks.contenders import Prepared
-from benchmarks.harness import Budget, ClockLog, Meter, Results, Run, aa_report, say, significant
+from benchmarks.harness import Budget, ClockLog, Meter, Results, Run, say, significant
 from torch_flashbackend.kernels.cuda import varlen as cuda_varlen
 
 NAMES = ("triton", "varlen", "packed_triton", "default", "dense", "dense_triton")
@@ -285,11 +285,7 @@ def measure_case(case: VarlenCase, meter: Meter, clocks: ClockLog) -> dict[str, 
         runs = {key: getattr(one, name) for key, one in prepared.items()}
         if not runs:
             continue
-        first = "default" if "default" in runs else next(iter(runs))
-        runs[first + measure.AGAIN] = runs[first]
-        times = meter.gpu_times(runs, (first, first + measure.AGAIN))
-        row["aa"][name] = aa_report(times, first, first + measure.AGAIN) | {"rounds": meter.rounds_taken}
-        del times[first + measure.AGAIN]
+        times, row["aa"][name] = measure.times_and_aa(runs, meter)
         row["ms"][name] = {key: significant(t) for key, t in times.items()}
         row["tflops"][name] = {key: significant(flops / t * 1e-9, 4) for key, t in times.items()}
     for name in ("forward", "training"):

@@ -16,7 +16,7 @@ from hooked import sample
 from test_cuda_launch import OnDevice
 from test_nvrtc import FakeDriver, install_fake_driver
 
-from torch_flashbackend import driver, nvrtc, ops, precompile, reference
+from torch_flashbackend import driver, nvrtc, ops, precompile, reference, routing
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import backward, backward_parts, dropout, forward, masks, tiles
 from torch_flashbackend.plans import Recent
@@ -715,6 +715,10 @@ def test_long_groups_are_added_up_head_by_head(monkeypatch, needs_query):
     assert (grads[0] is None) != needs_query
     for grad, like in zip(grads[not needs_query : 3], wanted[not needs_query :]):
         torch.testing.assert_close(grad, like)
+
+
+def test_routing_knows_the_largest_head_dim_of_dropout_beside_a_mask():
+    assert routing.HOPPER_MAX_MASKED_DROPOUT_HEAD_DIM == backward.MAX_EXTRAS_HEAD_DIM
 
 
 def test_what_is_too_long_for_parts_is_tritons(monkeypatch):

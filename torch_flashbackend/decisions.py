@@ -260,7 +260,7 @@ def decide(
     Raises RuntimeError when `allowed` is given and none of these backends takes the call.
     """
     global verify
-    from . import ops, policy, routing, stats
+    from . import policy, routing, stats
     from . import verify as verify_module
     from .problem import Problem
 
@@ -272,7 +272,7 @@ def decide(
         if earlier is not None:
             decision, requires_grad = earlier
             decision = dataclasses.replace(decision, calls=0)  # each key's calls are counted by one of its own
-            return keep(Entry(decision, not requires_grad, _runner(ops, decision.backend, requires_grad)), keep_as)
+            return keep(Entry(decision, not requires_grad, _runner(decision.backend, requires_grad)), keep_as)
     described = (query, key, value, attn_mask)
     if dtensor.present(*described):
         # One rank's share of the call, where our operators may run on it; else the DTensors, which nothing here takes.
@@ -290,7 +290,7 @@ def decide(
     ):
         # What is being traced, and has no key, comes with other tensors each time.
         if (attn_mask is None or attn_mask.dim() <= 4) and (keep_as is not None or decision.backend == "triton"):
-            run = _runner(ops, decision.backend, problem.requires_grad)
+            run = _runner(decision.backend, problem.requires_grad)
     simple = not problem.requires_grad
     ends_in = _passed_on_to(problem) if decision.backend == "stock" and keep_as is not None else None
     result = Entry(decision, simple, run, ends_in)
@@ -334,7 +334,9 @@ def keep(entry: Entry, keep_as: tuple[Any, ...]) -> Entry:
     return entry
 
 
-def _runner(ops: Any, backend: str, requires_grad: bool) -> Callable[..., Any]:
+def _runner(backend: str, requires_grad: bool) -> Callable[..., Any]:
+    from . import ops
+
     return ops.run if backend == "triton" else ops.HopperRun(requires_grad)
 
 

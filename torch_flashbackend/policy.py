@@ -115,19 +115,6 @@ class Policy:
     source: str
     rows: tuple[Row, ...]
 
-    @functools.cached_property
-    def by_kind(self) -> dict[tuple[Any, ...], list[Row]]:
-        """Rows by backend, case, causal, dtype and decode: a program whose lengths change asks at every step."""
-        found: dict[tuple[Any, ...], list[Row]] = {}
-        for row in self.rows:
-            found.setdefault((row.backend, row.case, row.causal, row.dtype, row.decode), []).append(row)
-        return found
-
-    @functools.cached_property
-    def comparable(self) -> dict[tuple[Any, ...], list[Row]]:
-        """What `_comparable` has found."""
-        return {}
-
 
 def full_name(gpu: str | None) -> str | None:
     """A measured GPU's whole name for words of it that say which, where only one fits: "H200" is "NVIDIA H200".
@@ -270,21 +257,24 @@ def _comparable(problem: Problem, case: str, policy: Policy, training: bool, sym
     """Rows of the same kind, all of one pair of head dimensions: the nearest at or above the call's."""
     decode = not symbolic and problem.seqlen_q <= DECODE_SEQLEN
     head_dim, head_dim_v = (size if isinstance(size, int) else None for size in (problem.head_dim, problem.head_dim_v))
-    asked = (backend, case, problem.is_causal, _dtypes(problem), decode, (head_dim, head_dim_v), training)
-    found = policy.comparable.get(asked)
-    if found is None:
-        found = policy.comparable[asked] = _look_up(policy, *asked)
-    return found
+    dims = head_dim, head_dim_v
+    return _look_up(policy, backend, case, problem.is_causal, _dtypes(problem), decode, dims, training)
 
 
+# A program whose lengths change asks for the same rows at every step.
+@functools.lru_cache(1024)
 def _look_up(
     policy: Policy, backend: str, case: str, causal: bool, dtypes: tuple[str, ...], decode: bool,
     wanted: tuple[int | None, int | None], training: bool,
 ) -> list[Row]:  # fmt: skip
     rows: list[Row] = []
     for dtype in dtypes:
-        kind = (backend, case, causal, dtype, decode)
-        rows = [row for row in policy.by_kind.get(kind, ()) if not math.isnan(row.ratio(training))]
+        rows = [
+            row
+            for row in policy.rows
+            if (row.backend, row.case, row.causal, row.dtype, row.decode) == (backend, case, causal, dtype, decode)
+            and not math.isnan(row.ratio(training))
+        ]
         if rows:
             break
     if not rows:

@@ -172,7 +172,7 @@ class Specialisation(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block of the main kernel: the tiles, statistics, and 1 KB for barriers."""
-        tile, padded, padded_v = self.tile, _round_up(self.head_dim, 64), _round_up(self.head_dim_v, 64)
+        tile, padded, padded_v = self.tile, tiles.round_up(self.head_dim, 64), tiles.round_up(self.head_dim_v, 64)
         keys = tile.block_n * (padded + padded_v) * 2
         queries = tile.block_m * (tile.q_stages * (padded * 2 + 8) + tile.do_stages * padded_v * 2)
         if self.is_masked:
@@ -228,7 +228,7 @@ class Specialisation(NamedTuple):
         elif tile.block_m == tile.block_n:  # a warpgroup computes 64 rows of the query's gradient
             columns |= {self.head_dim}
         else:  # or whole boxes of 64 columns
-            columns |= {_round_up(self.head_dim, 64) // tile.num_warpgroups}
+            columns |= {tiles.round_up(self.head_dim, 64) // tile.num_warpgroups}
         file = "backward_wide.cu" if self.is_wide else "backward_halves.cu" if self.in_halves else "backward.cu"
         return sources.source(MAIN, file, self.defines, columns - {0}, self.is_bf16)
 
@@ -267,7 +267,7 @@ def specialise(
     query's dtype where is_float_mask, the same for all queries where mask_per_key), has_dropout: with dropout,
     is_packed: of packed sequences, all for head dimensions up to 128. can_fuse: one kernel may do all.
     """
-    padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
+    padded, padded_v = tiles.round_up(head_dim, 16), tiles.round_up(head_dim_v, 16)
     if padded_v > 64:
         padded = max(padded, 80)  # of wide tiles each warpgroup computes a box of the query's gradient; there are two
     is_plain = can_fuse and not (is_masked or has_dropout or is_packed)
@@ -343,10 +343,6 @@ def _saves_sums(spec: Specialisation, key_heads: int, seqlen_k: int, num_sms: in
     finished: a head may take the sums of one that is three groups earlier, or more.
     """
     return _most_slots(spec, key_heads) >= 3 * _heads_in_work(spec, key_heads, seqlen_k, num_sms)
-
-
-def _round_up(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> bool:
@@ -518,7 +514,7 @@ class Plan:
                 slots = most
             if tile.paired:  # four groups: one prepares, one computes, one finishes, one has finished
                 slots = min(slots, 4 * heads_per_group)
-        sums_at = 0 if self._statistics_in_gradient else _round_up(statistics, 32)
+        sums_at = 0 if self._statistics_in_gradient else tiles.round_up(statistics, 32)
         semaphores_at = sums_at + slots * heads // kv_heads * q_tiles * tile.block_m * spec.head_dim
         self._workspace_floats = semaphores_at + (all_q_tiles * tile.num_warpgroups if deterministic else 0)
         self._sums_at, self._semaphores_at = 4 * sums_at, 4 * semaphores_at

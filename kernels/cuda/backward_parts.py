@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import backward as whole
-from . import dropout, masks
+from . import dropout, masks, tiles
 from .backward import Plan, is_dense
 
 # Of a part: one that leaves much of the GPU idle costs more than Triton's kernels, which need no parts.
@@ -70,8 +70,8 @@ def batches_at_a_time(query, key, value, mask, dropout_p: float) -> int:
         theirs += 2 * math.prod(size for size, stride in zip(mask.shape, mask.stride(), strict=True) if stride)
     if heads != key.size(1):
         theirs += 2 * batch * heads * seqlen_k * (head_dim + value.size(3))
-    rows = math.ceil(seqlen_q / _TILE_ROWS) * _TILE_ROWS
-    ours = 4 * heads * rows * math.ceil(head_dim / 16) * 16
+    rows = tiles.round_up(seqlen_q, _TILE_ROWS)
+    ours = 4 * heads * rows * tiles.round_up(head_dim, 16)
     if not is_dense(query[:1]):  # nor will its gradient be, which else has room for the rows' statistics
         ours += 4 * heads * rows * _MOST_STATISTICS
     if dropout_p > 0.0:

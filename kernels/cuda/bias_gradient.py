@@ -83,7 +83,7 @@ class Specialisation(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: stages, the bias, and 1 KB for barriers and descriptions of tiles."""
-        tile, columns = self.tile, _round_up(max(self.head_dim, self.head_dim_v), 64)
+        tile, columns = self.tile, tiles.round_up(max(self.head_dim, self.head_dim_v), 64)
         stages = tile.stages * (tile.block_m + tile.block_n) * columns * 2
         return stages + tile.block_m * tile.block_n * (4 if self.bias_is_float32 else 2) + 1024
 
@@ -106,13 +106,9 @@ def specialise(
     head_dim: int, head_dim_v: int, dtype: torch.dtype, bias_dtype: torch.dtype, has_low: bool
 ) -> Specialisation:
     """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256."""
-    padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
+    padded, padded_v = tiles.round_up(head_dim, 16), tiles.round_up(head_dim_v, 16)
     tile = tiles.choose_bias(padded, padded_v, bias_dtype.itemsize)
     return Specialisation(padded, padded_v, dtype == torch.bfloat16, bias_dtype == torch.float32, has_low, tile)
-
-
-def _round_up(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 def _shared_heads(query: torch.Tensor, bias: torch.Tensor) -> tuple[int, int]:
@@ -156,7 +152,7 @@ def _refusal(grad_out, query, key, value, bias, logsumexp, softmax_scale: float)
     if logsumexp.dtype != torch.float32 or not logsumexp.is_contiguous():
         return "the Hopper kernels need a contiguous float32 logsumexp"
     rows, tiles_of_bias = query.size(0) * query.size(1), _num_tiles(bias, tiles.choose_bias(head_dim, head_dim_v, 2))
-    if _round_up(logsumexp.size(-1), 256) * rows > _MAX_INDEX or tiles_of_bias + num_sms > _MAX_INDEX:
+    if tiles.round_up(logsumexp.size(-1), 256) * rows > _MAX_INDEX or tiles_of_bias + num_sms > _MAX_INDEX:
         return "such sizes are more than 32 bits count"
     items, _ = _shared_heads(query, bias)
     # A tile is one block's, however many share it; Triton's kernel divides them.

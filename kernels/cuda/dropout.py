@@ -6,12 +6,12 @@ May import torch, ``driver.py`` and this folder. Imported by ``forward.py``. ``d
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
 
 from ... import _torch, driver
 from .. import launch_counts
+from . import tiles
 
 ENTRY = "flash_dropout_keys"
 PITCH = 256  # as in dropout.cuh
@@ -54,7 +54,7 @@ def table_bytes(batch_heads: int, seqlen_q: int, seqlen_k: int) -> int:
 
 
 def _padded(*lengths: int) -> list[int]:
-    return [math.ceil(length / PITCH) * PITCH for length in lengths]
+    return [tiles.round_up(length, PITCH) for length in lengths]
 
 
 def _empty(size: int, device: torch.device) -> torch.Tensor:

@@ -114,7 +114,7 @@ class Specialisation(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: the tiles, 1 KB to align them and 1 KB for barriers."""
-        tile, padded, padded_v = self.tile, _round_up(self.head_dim, 64), _round_up(self.head_dim_v, 64)
+        tile, padded, padded_v = self.tile, tiles.round_up(self.head_dim, 64), tiles.round_up(self.head_dim_v, 64)
         query = tile.q_stages * tile.block_m * padded * 2
         bias = tile.mask_stages * tiles.bias_tile_bytes(tile, self.bias_bytes, self.bias_per_key)
         column_keys = tile.stages * tile.block_n * 4 if self.has_dropout else 0
@@ -151,9 +151,9 @@ def specialise(
     has_dropout: bool = False,
 ) -> Specialisation:
     """The specialisation that runs a call of these sizes, head dimensions in multiples of 8 up to 256."""
-    padded, is_bf16 = _round_up(head_dim, 16), dtype == torch.bfloat16
+    padded, is_bf16 = tiles.round_up(head_dim, 16), dtype == torch.bfloat16
     if has_dropout:
-        padded_v = _round_up(head_dim_v, 16)
+        padded_v = tiles.round_up(head_dim_v, 16)
         tile = tiles.choose_dropout(padded, padded_v)
         return Specialisation(padded, padded_v, is_causal, is_bf16, write_lse, tile, has_dropout=True)
     tile = tiles.choose(padded, head_dim_v, is_causal, seqlen_q, seqlen_k, batch_heads, num_sms)
@@ -169,7 +169,7 @@ def specialise_masked(
     mask_dtype: torch.dtype = torch.bool,
 ) -> Specialisation:
     """The same of a call with a mask; per_key: one that all queries share."""
-    padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
+    padded, padded_v = tiles.round_up(head_dim, 16), tiles.round_up(head_dim_v, 16)
     is_bf16 = dtype == torch.bfloat16
     if mask_dtype == torch.bool:
         tile = tiles.choose_masked(padded, padded_v, per_key)
@@ -182,10 +182,6 @@ def specialise_masked(
 def _fetched(tensor: torch.Tensor) -> int:
     """Bytes that L2 fetches at a time: fewer where rows begin at odd multiples of 16 bytes (measured, NOTES.md)."""
     return 128 if tensor.stride(2) * tensor.element_size() % 32 else 256
-
-
-def _round_up(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import torch
 from ... import _torch, driver
 from .. import KernelUnavailable, launch_counts
 from ..mask_strides import strides_of
-from .tiles import MAX_BLOCKS, BackwardTile, Tile
+from .tiles import MAX_BLOCKS, BackwardTile, Tile, round_up
 
 ENTRY = "flash_mask_lists"
 BIT_ENTRIES = ("flash_mask_bits", "flash_mask_query_lists")
@@ -179,7 +179,7 @@ def most_query_list_bytes(mask: torch.Tensor, seqlen_q: int, seqlen_k: int) -> i
     """What ``QueryLists`` of a mask, as of ``KeyLists``, take at most, whatever their tile."""
     planes = math.prod(size if stride else 1 for size, stride in zip(mask.shape[:2], mask.stride()[:2]))
     rows = mask.size(2) if mask.stride(2) else 1
-    bits = math.ceil(rows / 128) * 128 * math.ceil(seqlen_k / 128) * 128 // 8
+    bits = round_up(rows, 128) * round_up(seqlen_k, 128) // 8
     mask_q_tiles, q_tiles, k_tiles = (math.ceil(length / 64) for length in (rows, seqlen_q, seqlen_k))
     # Numbers of query tiles, contents, and whether the lowest number hides.
     return planes * (bits + 4 * k_tiles * (2 + q_tiles) + mask_q_tiles * (k_tiles + 1)) + 16

@@ -17,6 +17,11 @@ L2_BYTES = 32 << 20
 MAX_BLOCKS = 2**31 - 1
 
 
+def round_up(number: int, step: int) -> int:
+    """To the next multiple of step."""
+    return -(-number // step) * step
+
+
 @dataclass(frozen=True)
 class Tile:
     """How one specialisation of the forward kernel cuts its work.

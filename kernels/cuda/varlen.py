@@ -31,7 +31,6 @@ from .forward import (
     Specialisation,
     _device,
     _heads_per_group,
-    _round_up,
     walkable,
 )
 
@@ -86,7 +85,7 @@ def specialise(
     head_dim: int, head_dim_v: int, dtype: torch.dtype, is_causal: bool, *, keys: int, sequences: int
 ) -> Specialisation:
     """The specialisation for packed tensors of so many keys and sequences: tiles as for their mean length."""
-    padded, padded_v = _round_up(head_dim, 16), _round_up(head_dim_v, 16)
+    padded, padded_v = tiles.round_up(head_dim, 16), tiles.round_up(head_dim_v, 16)
     tile = tiles.choose_usual(padded, padded_v, is_causal, planned_length(max(keys // max(sequences, 1), 1)))
     return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, True, tile, is_packed=True)
 
