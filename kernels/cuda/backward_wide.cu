@@ -33,6 +33,9 @@ static_assert(!PACKED);
 // done with this query tile.
 static_assert(Q_STAGES > 1);
 constexpr int THREADS = 512;
+// Named barriers. Key and value tiles are not needed any more: sums leave from their places. What is left are those of
+// one warpgroup.
+constexpr int KEYS_READ = 1, VALUES_READ = 2, SCORES = 3, GRADIENTS = 4, QUERIES = 5;
 constexpr int PRODUCER_REGISTERS = PAIRED ? 32 : 24, SUM_REGISTERS = 208, QUERY_REGISTERS = PAIRED ? 64 : 72;
 constexpr int P_BYTES = BLOCK_M * BLOCK_N * 4;
 // grad_out arrives in portions of its columns, into a ring of slots.
@@ -249,10 +252,11 @@ __device__ __forceinline__ void consume_scores(const TensorMap& grad_value_map, 
     }
     step(first_row, Flag<false>());
   }
-  named_sync(1, 384);
+  named_arrive(KEYS_READ, 384);
+  named_sync(VALUES_READ, 256);
   stage_rows<HEAD_DIM_V>(grad_value, 1.0f, shared.value, warp_row);
   store_fence();
-  named_sync(2, 128);
+  named_sync(SCORES, 128);
   if (threadIdx.x == 128) {
     store_rows<BLOCK_N, HEAD_DIM_V>(grad_value_map, shared.value, work.k_tile * BLOCK_N, work.kv_head, work.batch);
     store_wait();
@@ -340,10 +344,11 @@ __device__ __forceinline__ void consume_gradients(const TensorMap& grad_key_map,
     for (; tiles > 1; --tiles) step(Flag<true>());
     step(Flag<false>());
   }
-  named_sync(1, 384);
+  named_arrive(VALUES_READ, 256);
+  named_sync(KEYS_READ, 384);
   stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.key, warp_row);
   store_fence();
-  named_sync(3, 128);
+  named_sync(GRADIENTS, 128);
   if (threadIdx.x == 256) {
     store_rows<BLOCK_N, HEAD_DIM>(grad_key_map, shared.key, work.k_tile * BLOCK_N, work.kv_head, work.batch);
     store_wait();
@@ -425,7 +430,7 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
     barrier_wait(shared.ds_full(s.stage), s.phase);
     if (DETERMINISTIC) {
       if (threadIdx.x == 384) semaphore_wait(params.semaphores + number, work.k_tile);
-      named_sync(4, 128);
+      named_sync(QUERIES, 128);
     }
     if constexpr (PAIRED) {
       barrier_wait(shared.other_ds_full(s.stage), s.phase);
@@ -449,16 +454,16 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
     s.advance();
     if (DETERMINISTIC) {
       __threadfence();
-      named_sync(4, 128);
+      named_sync(QUERIES, 128);
       if (threadIdx.x == 384) semaphore_add(params.semaphores + number);
     }
   });
   if (FUSED) {
     published();
-    named_sync(4, 128);
+    named_sync(QUERIES, 128);
     if (threadIdx.x == 384) count_added(work, CONSUMERS, params);
   }
-  named_sync(1, 384);
+  named_arrive(KEYS_READ, 384);
 }
 
 #if PAIRED
