@@ -261,13 +261,19 @@ def special() -> list[Case]:
         for head_dim in (32, 40, 72, 80, 96, 160, 192, 256, 512)
         for causal in (True, False)
     ]
-    # Kernels for so wide heads have costs of their own, so that a policy has to know where they begin to pay.
+    # A policy has to know where a head_dim begins to pay.
+    cases += [
+        Case("head_dim", 8, 16, 512, 512, head_dim, causal=causal)
+        for head_dim in (32, 40, 72, 80, 96, 160, 192)
+        for causal in (True, False)
+    ]
     cases += [
         Case("head_dim", batch, 16, length, length, head_dim, causal=True)
         for head_dim, batch, length in ((512, 8, 512), (512, 4, 1024), (320, 4, 1024), (320, 4, 4096))
     ]
     cases += [
         Case("head_dim", 4, 16, 4096, 4096, 192, head_dim_v=128, causal=True),
+        Case("head_dim", 8, 16, 512, 512, 192, head_dim_v=128, causal=True),
         Case("head_dim", 2, 16, 128, 128, 192, head_dim_v=128, causal=True),
         Case("head_dim", 4, 16, 1024, 1024, 33, causal=True),
     ]
@@ -296,6 +302,12 @@ def special() -> list[Case]:
         for batch, length in ((1, 128), (32, 128), (32, 256), (128, 64))
         for head_dim in (64, 128)
         for causal in (False, True)
+    ]
+    cases += [Case("short", 32, 12, 197, 197, 64)]  # 14 x 14 patches of an image, and one token
+    cases += [
+        Case("prompt", 1, 32, length, length, 128, kv_heads=kv_heads, causal=True)
+        for kv_heads in (32, 8)
+        for length in (512, 1024, 2048)
     ]
     # The same masks at sizes from launch bound to large, so that a policy can find where each starts to pay.
     cases += [

@@ -51,6 +51,7 @@ GROUPS = {
     "float16": "float16",
     "rectangular": "queries and keys of different length",
     "short": "short sequences",
+    "prompt": "prompts, one sequence",
     "decode": "decoding",
 }
 

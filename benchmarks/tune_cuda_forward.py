@@ -1,6 +1,6 @@
 """Measure tiles of the dense Hopper forward on this GPU: all that the table can give, and some that it might.
 
-    python -m benchmarks.tune_cuda_forward --out benchmarks/results/tune_cuda_forward.json [--only 72,64] [--budget 25]
+    python -m benchmarks.tune_cuda_forward --out benchmarks/results/tune_cuda_forward.json [--only D72,S256] [--budget 25]
 
 Timed beside PyTorch's default, in turn, on random data, medians. "*": what the table takes; "!": not like PyTorch's.
 """
@@ -80,11 +80,18 @@ PROBLEMS = [
     Problem(1, 16, 16384, 72, True),
     Problem(2, 16, 512, 64, True),
     Problem(2, 16, 1024, 64, False),
+    # A whole sequence is a tile or two: encoders, image patches, prompts.
+    *(Problem(32, 12, seqlen, 64, False) for seqlen in (128, 197, 256, 384)),
+    *(Problem(32, 12, seqlen, 64, True) for seqlen in (128, 256)),
+    *(Problem(32, 12, seqlen, 128, is_causal) for seqlen in (128, 256) for is_causal in (False, True)),
+    *(Problem(1, 32, seqlen, 128, True) for seqlen in (512, 1024)),
 ]
 
 # Beside the table's, by head_dim and whether the call is causal.
 MORE: dict[tuple[int, bool], tuple[Tile, ...]] = {
-    (64, False): (Tile(256, 64, 8, 3),),
+    (64, False): (Tile(256, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 128, 4, 2)),
+    (64, True): (Tile(128, 64, 8, 2, False),),
+    (128, True): (Tile(128, 64, 4, 3, False),),
     (32, False): (Tile(256, 64, 8, 2),),
     (32, True): (Tile(256, 64, 8, 3, False, rotate=True),),
     **{(head_dim, True): (Tile(192, 64, 3, 2, False, exact_value=True),) for head_dim in (88, 104, 120)},
@@ -140,11 +147,10 @@ def ranking(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = tuning.parser(__doc__, rounds=4, budget_s=25.0, only="head dimensions, separated by commas (default: all)")
+    parser = tuning.parser(__doc__, rounds=4, budget_s=25.0, only="texts that names contain, separated by commas")
     options = parser.parse_args()
     began = time.monotonic()
-    head_dims = {int(text) for text in options.only.split(",") if text}
-    problems = [problem for problem in PROBLEMS if not head_dims or problem.head_dim in head_dims]
+    problems = [problem for problem in PROBLEMS if any(text in f"{problem.name} " for text in options.only.split(","))]
     tuning.compile_in_threads(p.specialisation(tile) for p in problems for tile, _ in p.candidates)
     meter = Meter("cuda", options.rounds)
 

@@ -128,7 +128,7 @@ struct Shared {
 
 // PERSISTENT: who hears which tiles of keys the block is given: each consumer warp, the storing warps, and who
 // exchanges keys.
-constexpr int LISTENERS = 5 * CONSUMERS + 1;
+constexpr int CONSUMER_ARRIVALS = 4 * CONSUMERS * WARP_ARRIVALS, LISTENERS = CONSUMER_ARRIVALS + CONSUMERS + 1;
 // An item's kind and index share a word; the host sees to it that indices are small enough.
 constexpr int KIND_SHIFT = 28;
 
@@ -146,8 +146,12 @@ __device__ __forceinline__ void for_each_item(int number, const BackwardParams& 
       const auto place = Ring<2>::at(given);
       barrier_wait(shared.work_full(place.stage), place.phase);
       int what = read_word(shared.ticket + 8 * place.stage), head = read_word(shared.ticket + 8 * place.stage + 4);
-      if (!alone) __syncwarp();
-      if (alone || threadIdx.x % 32 == 0) barrier_arrive(shared.work_empty(place.stage));
+      if (alone) {
+        barrier_arrive(shared.work_empty(place.stage));
+      } else {
+        __syncwarp();
+        warp_arrive(shared.work_empty(place.stage));
+      }
       if (what < 0) return;
       if (!alone) {
         what = uniform(what);
@@ -330,9 +334,6 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   LeftOperand<HEAD_DIM> key;
   LeftOperand<HEAD_DIM_V> value;
 
-  const auto release = [&](uint32_t barrier) {
-    if (lane == 0) barrier_arrive(barrier);
-  };
   // S^T of a part of the query tile in `stage`.
   const auto issue_scores = [&](int stage, int part) {
     wgmma_fence();
@@ -368,7 +369,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       if (i < piece.groups) store_four(address + i * 128 * 16, columns + 4 * i);
     store_fence();
     __syncwarp();
-    release(shared.staged(warpgroup));
+    warp_arrive(shared.staged(warpgroup), lane);
   };
   // DIRECT: the query head of the tile before.
   [[maybe_unused]] int head_before = work.kv_head * (params.num_heads / params.num_kv_heads);
@@ -520,7 +521,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       if (last_part) {
         store_fence();
         __syncwarp();
-        release(shared.ds_full(s.stage));
+        warp_arrive(shared.ds_full(s.stage), lane);
       } else {
         begin_grads(q.stage, part + 1);
       }
@@ -542,8 +543,8 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       wgmma_wait<0>();
     }
     s.advance();
-    release(shared.do_empty(d.stage));
-    release(shared.q_empty(q.stage));
+    warp_arrive(shared.do_empty(d.stage), lane);
+    warp_arrive(shared.q_empty(q.stage), lane);
     d.advance();
     q.advance();
     if constexpr (MORE) {
@@ -553,14 +554,14 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       issue_scores(q.stage, 0);
       if (BEFORE) {
         wgmma_wait<1>();
-        release(shared.ds_empty(source.stage));
+        warp_arrive(shared.ds_empty(source.stage), lane);
         send_columns(columns, first_row);
       }
       wgmma_wait<0>();
       if (PARTS == 1) begin_grads(q.stage, 0);  // no registers before
     } else if (BEFORE) {
       wgmma_wait<0>();
-      release(shared.ds_empty(source.stage));
+      warp_arrive(shared.ds_empty(source.stage), lane);
       send_columns(columns, first_row);
     }
   };
@@ -601,8 +602,8 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     barrier_wait(shared.ds_full(source.stage), source.phase);
     issue_grad_query(columns, source.stage);
     wgmma_wait<0>();
-    release(shared.ds_empty(source.stage));
-    if (PERSISTENT) release(shared.kv_empty());
+    warp_arrive(shared.ds_empty(source.stage), lane);
+    if (PERSISTENT) warp_arrive(shared.kv_empty(), lane);
     progress.kv_phase ^= 1;
     send_columns(columns, last_row);
   }
@@ -618,7 +619,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.grad_key(), warp_row);
     store_fence();
     __syncwarp();
-    release(shared.grads_staged());
+    warp_arrive(shared.grads_staged(), lane);
     return;
   }
   // The gradients leave through the places of the keys and values, which all have read.
@@ -670,28 +671,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.
     for (int stage = 0; stage < Q_STAGES; ++stage) {
       barrier_init(shared.q_full(stage), 2 + MASKED);
-      barrier_init(shared.q_empty(stage), 4 * CONSUMERS);
+      barrier_init(shared.q_empty(stage), CONSUMER_ARRIVALS);
     }
     for (int stage = 0; stage < DO_STAGES; ++stage) {
       barrier_init(shared.do_full(stage), 1);
-      barrier_init(shared.do_empty(stage), 4 * CONSUMERS);
+      barrier_init(shared.do_empty(stage), CONSUMER_ARRIVALS);
     }
     for (int warpgroup = 0; warpgroup < CONSUMERS; ++warpgroup) {
-      barrier_init(shared.staged(warpgroup), 4);
+      barrier_init(shared.staged(warpgroup), 4 * WARP_ARRIVALS);
       barrier_init(shared.sent(warpgroup), 1);
     }
     barrier_init(shared.values_full(), 1);
-    barrier_init(shared.values_empty(), 4 * CONSUMERS);
-    barrier_init(shared.kv_empty(), 4 * CONSUMERS);
-    barrier_init(shared.grads_staged(), 4 * CONSUMERS);
+    barrier_init(shared.values_empty(), CONSUMER_ARRIVALS);
+    barrier_init(shared.kv_empty(), CONSUMER_ARRIVALS);
+    barrier_init(shared.grads_staged(), CONSUMER_ARRIVALS);
     barrier_init(shared.grads_sent(), 1);
     for (int stage = 0; stage < 2; ++stage) {
       barrier_init(shared.work_full(stage), 1);
       barrier_init(shared.work_empty(stage), LISTENERS);
     }
     for (int stage = 0; stage < DS_STAGES; ++stage) {
-      barrier_init(shared.ds_full(stage), 4 * CONSUMERS);
-      barrier_init(shared.ds_empty(stage), 4 * CONSUMERS);
+      barrier_init(shared.ds_full(stage), CONSUMER_ARRIVALS);
+      barrier_init(shared.ds_empty(stage), CONSUMER_ARRIVALS);
     }
     barrier_init_fence();
   }

@@ -59,10 +59,6 @@ struct Shared {
   __device__ uint32_t ds_empty(int half) const { return barrier(2 + 5 * HALVES + half); }
 };
 
-__device__ __forceinline__ void release(uint32_t barrier) {
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-}
-
 // Half of the rows of a query or grad_out tile; `row`: the half's first in the tensor.
 template <int COLUMNS>
 __device__ __forceinline__ void load_half(const TensorMap& map, uint32_t tile, int half, uint32_t barrier, int row,
@@ -216,7 +212,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       write_grad_scores(shared.grad_scores + rows, grad_scores, warp_row);
       store_fence();
       __syncwarp();
-      release(shared.ds_full(half));
+      warp_arrive(shared.ds_full(half));
       wgmma_fence();
       accumulate_product<HEAD_DIM>(grad_key, grad_scores, shared.query + rows);
       wgmma_commit();
@@ -243,14 +239,14 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
           float columns[BOX_COLUMNS / 2];
           issue_box(columns, box);
           wgmma_wait<0>();
-          if (box == BOXES - 1) release(shared.ds_empty(warpgroup));
+          if (box == BOXES - 1) warp_arrive(shared.ds_empty(warpgroup));
           add_box(columns, box, number_of);
         }
       }
       issue_next();
       wgmma_wait<0>();
-      release(shared.do_empty(half));
-      release(shared.q_empty(half));
+      warp_arrive(shared.do_empty(half));
+      warp_arrive(shared.q_empty(half));
       half = next_half;
       if (last_half) {
         s.advance();
@@ -306,13 +302,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     // Halves are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.
     for (int half = 0; half < HALVES; ++half) {
       barrier_init(shared.q_full(half), 1 + STATISTICS);
-      barrier_init(shared.q_empty(half), 4 * CONSUMERS);
+      barrier_init(shared.q_empty(half), 4 * CONSUMERS * WARP_ARRIVALS);
       barrier_init(shared.do_full(half), 1);
-      barrier_init(shared.do_empty(half), 4 * CONSUMERS);
+      barrier_init(shared.do_empty(half), 4 * CONSUMERS * WARP_ARRIVALS);
     }
     for (int half = 0; half < HALVES; ++half) {
-      barrier_init(shared.ds_full(half), 4 * CONSUMERS);
-      barrier_init(shared.ds_empty(half), 4);
+      barrier_init(shared.ds_full(half), 4 * CONSUMERS * WARP_ARRIVALS);
+      barrier_init(shared.ds_empty(half), 4 * WARP_ARRIVALS);
     }
     barrier_init_fence();
   }

@@ -77,20 +77,18 @@ struct Shared {
   __device__ uint32_t other_k_full() const { return ds_full(3 * DS_STAGES); }
 };
 
-__device__ __forceinline__ void release(uint32_t barrier) {
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-}
 // Once all lanes have done what the barrier stands for.
 __device__ __forceinline__ void release_together(uint32_t barrier) {
   __syncwarp();
-  release(barrier);
+  warp_arrive(barrier);
+}
+__device__ __forceinline__ void warp_arrive_remote(uint32_t barrier) {
+  if (EVERY_LANE_ARRIVES || threadIdx.x % 32 == 0) barrier_arrive_remote(map_to_rank(barrier, rank_in_pair() ^ 1));
 }
 // A stage of query or grad_out tiles.
 __device__ __forceinline__ void release_stage(uint32_t barrier) {
-  if (threadIdx.x % 32 == 0) {
-    barrier_arrive(barrier);
-    if (PAIRED) barrier_arrive_remote(map_to_rank(barrier, rank_in_pair() ^ 1));
-  }
+  warp_arrive(barrier);
+  if (PAIRED) warp_arrive_remote(barrier);
 }
 // Loads BOXES boxes of a query or grad_out tile, from `first_column` on.
 template <int BOXES>
@@ -437,7 +435,7 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
       const uint32_t other = descriptor(shared.other_grad_scores + s.stage * DS_BYTES, 0);
 #pragma unroll
       for (int box = 0; box < HALF_BOXES; ++box) add_box_of_pair(sums, grad_scores, other, box, shared);
-      if (threadIdx.x % 32 == 0) barrier_arrive_remote(map_to_rank(shared.ds_empty(s.stage), rank_in_pair() ^ 1));
+      warp_arrive_remote(shared.ds_empty(s.stage));
     } else if (DIRECT && tile < DIRECT_TILES) {
       const QueryTile query_tile{0, work.batch, head, 0, tile * BLOCK_M, params.seqlen_q, true};
 #pragma unroll
@@ -450,7 +448,7 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
       constexpr int REST = HEAD_DIM % BOX_COLUMNS;
       if constexpr (REST > 0) add_columns<REST>(sums, grad_scores, shared.key, HEAD_DIM - REST);
     }
-    release(shared.ds_empty(s.stage));
+    warp_arrive(shared.ds_empty(s.stage));
     s.advance();
     if (DETERMINISTIC) {
       __threadfence();
@@ -488,20 +486,20 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
     take_ticket(shared.ticket, params);
     barrier_init(shared.k_full(), 1);
     barrier_init(shared.v_full(), 1);
-    barrier_init(shared.p_full(), 4);
-    barrier_init(shared.p_empty(), 4);
+    barrier_init(shared.p_full(), 4 * WARP_ARRIVALS);
+    barrier_init(shared.p_empty(), 4 * WARP_ARRIVALS);
     // Stages are filled by an arrival for each copy and the copies' bytes, and emptied by one of each warp that reads.
     for (int stage = 0; stage < Q_STAGES; ++stage) {
       barrier_init(shared.q_full(stage), 2);
-      barrier_init(shared.q_empty(stage), PAIRED ? 16 : 8);
+      barrier_init(shared.q_empty(stage), 8 * WARP_ARRIVALS * BLOCKS_OF_CLUSTER);
     }
     for (int slot = 0; slot < DO_SLOTS; ++slot) {
       barrier_init(shared.do_full(slot), 1);
-      barrier_init(shared.do_empty(slot), PAIRED ? 16 : 8);
+      barrier_init(shared.do_empty(slot), 8 * WARP_ARRIVALS * BLOCKS_OF_CLUSTER);
     }
     for (int stage = 0; stage < DS_STAGES; ++stage) {
-      barrier_init(shared.ds_full(stage), 4);
-      barrier_init(shared.ds_empty(stage), 4 * BLOCKS_OF_CLUSTER);
+      barrier_init(shared.ds_full(stage), 4 * WARP_ARRIVALS);
+      barrier_init(shared.ds_empty(stage), 4 * WARP_ARRIVALS * BLOCKS_OF_CLUSTER);
       barrier_init(shared.other_ds_full(stage), 1);
     }
     barrier_init(shared.other_k_full(), 1);

@@ -39,6 +39,16 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// One arrival for all lanes of a warp, which have met since they did what the barrier stands for. To racecheck, a tool
+// of compute-sanitizer, an arrival says nothing of other lanes: with EVERY_LANE_ARRIVES it can follow.
+#ifndef EVERY_LANE_ARRIVES
+#define EVERY_LANE_ARRIVES 0
+#endif
+constexpr int WARP_ARRIVALS = EVERY_LANE_ARRIVES ? 32 : 1;
+__device__ __forceinline__ void warp_arrive(uint32_t barrier, int lane = threadIdx.x % 32) {
+  if (EVERY_LANE_ARRIVES || lane == 0) barrier_arrive(barrier);
+}
+
 // Waits until the phase with this parity has completed.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(

@@ -267,9 +267,6 @@ __device__ __forceinline__ void consume(const BiasParams& params, const Shared& 
   Ring<STAGES> ring;
   uint32_t bias_phase = 0;
   float scores[BLOCK_N / 2], grads[BLOCK_N / 2], sum[BLOCK_N / 2];
-  const auto release = [&](uint32_t barrier) {
-    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-  };
 #pragma unroll 1
   for (;;) {
     barrier_wait(shared.bias_full(warpgroup), bias_phase);
@@ -292,7 +289,7 @@ __device__ __forceinline__ void consume(const BiasParams& params, const Shared& 
       wgmma_fence();
       issue_product<HEAD_DIM_V>(grads, shared.left(ring.stage) + rows, shared.right(ring.stage));
       wgmma_wait<1>();
-      release(shared.empty(first));
+      warp_arrive(shared.empty(first));
       statistics.arrive();
 
       uint32_t all = 0;
@@ -311,7 +308,7 @@ __device__ __forceinline__ void consume(const BiasParams& params, const Shared& 
       }
       wgmma_wait_after<0>(all);
       wgmma_wait<0>();
-      release(shared.empty(ring.stage));
+      warp_arrive(shared.empty(ring.stage));
       ring.advance();
 #pragma unroll
       for (int i = 0; i < BLOCK_N / 2; ++i) sum[i] = fmaf(scores[i], grads[i] - statistics.delta[i / 2 % 2], sum[i]);
@@ -328,7 +325,7 @@ __device__ __forceinline__ void consume(const BiasParams& params, const Shared& 
     }
     store_fence();
     __syncwarp();
-    release(shared.staged(warpgroup));
+    warp_arrive(shared.staged(warpgroup));
   }
 }
 
@@ -350,11 +347,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bias_gradient(
     // Stages are filled by an arrival for each of two copies and their bytes, and emptied by one of each consumer warp.
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(shared.full(stage), 2);
-      barrier_init(shared.empty(stage), 4 * CONSUMERS);
+      barrier_init(shared.empty(stage), 4 * CONSUMERS * WARP_ARRIVALS);
     }
     for (int warpgroup = 0; warpgroup < CONSUMERS; ++warpgroup) {
       barrier_init(shared.bias_full(warpgroup), 1);
-      barrier_init(shared.staged(warpgroup), 4);
+      barrier_init(shared.staged(warpgroup), 4 * WARP_ARRIVALS);
     }
     barrier_init_fence();
   }

@@ -278,9 +278,9 @@ struct Softmax {
   }
 };
 
-__device__ __forceinline__ void release(uint32_t barrier, int lane) {
+__device__ __forceinline__ void release(uint32_t barrier) {
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  warp_arrive(barrier);
 }
 
 // The loop of one consumer warp over tiles first to last - 1; leaves its result where the rings were.
@@ -297,7 +297,7 @@ __device__ __forceinline__ void consume(const Rows& rows, const Shared& shared, 
     float scores[KEYS / 2];
     barrier_wait(shared.k_full(k.stage), k.phase);
     multiply_keys(scores, query, shared.key + k.stage * K_BYTES, part);
-    release(shared.k_empty(k.stage), part.lane);
+    release(shared.k_empty(k.stage));
     k.advance();
     if ((tile + 1) * BLOCK_N > params.seqlen_k) {
       const int left = params.seqlen_k - tile * BLOCK_N - part.first_key - part.column();
@@ -308,7 +308,7 @@ __device__ __forceinline__ void consume(const Rows& rows, const Shared& shared, 
     softmax.update(scores, out, params.softmax_scale_log2);
     barrier_wait(shared.v_full(v.stage), v.phase);
     multiply_values(out, scores, shared.value + v.stage * V_BYTES, part);
-    release(shared.v_empty(v.stage), part.lane);
+    release(shared.v_empty(v.stage));
     v.advance();
   }
 
@@ -418,11 +418,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(
     // Stages are filled by one arrival and the copy's bytes, and emptied by one arrival of each consumer warp.
     for (int stage = 0; stage < K_STAGES; ++stage) {
       barrier_init(shared.k_full(stage), 1);
-      barrier_init(shared.k_empty(stage), CONSUMERS);
+      barrier_init(shared.k_empty(stage), CONSUMERS * WARP_ARRIVALS);
     }
     for (int stage = 0; stage < V_STAGES; ++stage) {
       barrier_init(shared.v_full(stage), 1);
-      barrier_init(shared.v_empty(stage), CONSUMERS);
+      barrier_init(shared.v_empty(stage), CONSUMERS * WARP_ARRIVALS);
     }
     barrier_init(shared.all_received(), 1);
     barrier_init_fence();

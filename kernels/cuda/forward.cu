@@ -475,9 +475,6 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   const auto pass_turn = [&] {
     if (PING_PONG) named_arrive(1 + (warpgroup + 1) % CONSUMERS, 256);
   };
-  const auto release = [&](uint32_t barrier) {
-    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-  };
   if (PING_PONG && warpgroup == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
 
   float out[HEAD_DIM_V / 2] = {};
@@ -537,9 +534,9 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     if (IS_CAUSAL) {
       for (; j >= ceil_div(min(seqlen_k(), first_row + 64), BLOCK_N) && !(PACKED && j == 0); --j) {
         barrier_wait(shared.k_full(k.stage), k.phase);
-        release(shared.k_empty(k.stage));
+        warp_arrive(shared.k_empty(k.stage));
         barrier_wait(shared.v_full(k.stage), k.phase);
-        release(shared.v_empty(k.stage));
+        warp_arrive(shared.v_empty(k.stage));
         k.advance();
         take_turn();
         pass_turn();
@@ -626,7 +623,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     const float sum[2] = {softmax.sum[0], softmax.sum[1]};
     const bool serves = softmax.update(scores, scale_log2);
     wgmma_wait<0>();
-    release(shared.v_empty(v.stage));
+    warp_arrive(shared.v_empty(v.stage));
     // With dropout that is much, and done once.
     if (!DROPOUT) pack_probabilities();
     if (__any_sync(0xFFFFFFFF, !serves)) {
@@ -640,13 +637,13 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       __syncwarp();  // all lanes have read the keys
     }
     if (DROPOUT) pack_probabilities();
-    release(shared.k_empty(k.stage));
+    warp_arrive(shared.k_empty(k.stage));
     k.advance();
   };
 #if BIAS_BYTES
   const auto bias_tile = [&] { return shared.bias + bias_ring.stage * BIAS_TILE_BYTES; };
   const auto release_bias = [&] {
-    release(shared.bias_empty(bias_ring.stage));
+    warp_arrive(shared.bias_empty(bias_ring.stage));
     bias_ring.advance();
   };
   // The same for a mixed one with a float mask. Rows whose shifts may serve join them with the mask while the first
@@ -687,7 +684,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       serves = softmax.update_shifted(scores);
     }
     wgmma_wait<0>();
-    release(shared.v_empty(v.stage));
+    warp_arrive(shared.v_empty(v.stage));
     if (__any_sync(0xFFFFFFFF, !serves)) {
       if (ordinary)
         warp_scores(scores, shared.query + q.stage * Q_BYTES, row_of_warp(share), shared.key + k.stage * K_BYTES);
@@ -700,7 +697,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     }
     pack_probabilities();
     __syncwarp();  // all lanes have read keys and mask
-    release(shared.k_empty(k.stage));
+    warp_arrive(shared.k_empty(k.stage));
     release_bias();
     k.advance();
   };
@@ -719,13 +716,13 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     const auto seen = read_mask();
     mix_bits();
     wgmma_wait<1>();
-    release(shared.k_empty(k.stage));
+    warp_arrive(shared.k_empty(k.stage));
     k.advance();
     seen.hide(scores);
     float rescale[2];
     softmax.restart(scores, scale_log2, rescale);
     wgmma_wait<0>();
-    release(shared.v_empty(v.stage));
+    warp_arrive(shared.v_empty(v.stage));
     if (__any_sync(0xFFFFFFFF, rescale[0] != 1.0f || rescale[1] != 1.0f)) rescale_out(rescale);
     pack_probabilities();
   };
@@ -750,7 +747,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
         restart(rescale);
         --j;
       }
-      release(shared.k_empty(k.stage));
+      warp_arrive(shared.k_empty(k.stage));
       k.advance();
       return;
 #endif
@@ -763,11 +760,11 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
         wait();
         --j;
       }
-      release(shared.k_empty(k.stage));
+      warp_arrive(shared.k_empty(k.stage));
       k.advance();
     } else {
       wait();
-      release(shared.k_empty(k.stage));
+      warp_arrive(shared.k_empty(k.stage));
       k.advance();
       // Only this tile can hold keys that some rows see and others do not, or the end of the keys.
       if (IS_CAUSAL || (j + 1) * BLOCK_N > seqlen_k()) mask_scores();
@@ -794,8 +791,8 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       else
         store_out(out, inverse, tile, tile.first_row + row_of_thread(share), params);
       __syncwarp();
-      release(shared.out_full(q_stage));
-      release(shared.q_empty(q_stage));
+      warp_arrive(shared.out_full(q_stage));
+      warp_arrive(shared.q_empty(q_stage));
     } else {
       store_out(out, inverse, tile, tile.first_row + row_of_thread(share), params);
     }
@@ -824,7 +821,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     finish(softmax, tile, tile.first_row + row_of_thread(share), inverse, params);
     const Ring<STAGES> v = k.previous();
     const int q_stage = q.stage, finished_share = share;
-    if (!STAGE_OUT) release(shared.q_empty(q.stage));
+    if (!STAGE_OUT) warp_arrive(shared.q_empty(q.stage));
     q.advance();
     const bool more = begin_tile();
     if (!more) {
@@ -841,7 +838,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     accumulate = false;
     first_softmax([] { wgmma_wait<1>(); });
     wgmma_wait<0>();
-    release(shared.v_empty(v.stage));
+    warp_arrive(shared.v_empty(v.stage));
     send(inverse, q_stage, tile, finished_share);
     pack_probabilities();
   }
@@ -870,18 +867,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
     // Stages are filled by one arrival and the copy's bytes, and emptied by one arrival of each consumer warp.
     for (int stage = 0; stage < Q_STAGES; ++stage) {
       barrier_init(shared.q_full(stage), 1);
-      barrier_init(shared.q_empty(stage), 4 * CONSUMERS + STAGE_OUT);  // and one of the storing warp
-      barrier_init(shared.out_full(stage), 4 * CONSUMERS);
+      barrier_init(shared.q_empty(stage), 4 * CONSUMERS * WARP_ARRIVALS + STAGE_OUT);  // and one of the storing warp
+      barrier_init(shared.out_full(stage), 4 * CONSUMERS * WARP_ARRIVALS);
     }
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(shared.k_full(stage), DROPOUT ? 2 : 1);
-      barrier_init(shared.k_empty(stage), 4 * CONSUMERS);
+      barrier_init(shared.k_empty(stage), 4 * CONSUMERS * WARP_ARRIVALS);
       barrier_init(shared.v_full(stage), 1);
-      barrier_init(shared.v_empty(stage), 4 * CONSUMERS);
+      barrier_init(shared.v_empty(stage), 4 * CONSUMERS * WARP_ARRIVALS);
     }
     for (int stage = 0; BIAS_BYTES && stage < BIAS_STAGES; ++stage) {
       barrier_init(shared.bias_full(stage), 1);
-      barrier_init(shared.bias_empty(stage), 4 * CONSUMERS);
+      barrier_init(shared.bias_empty(stage), 4 * CONSUMERS * WARP_ARRIVALS);
     }
     barrier_init_fence();
   }

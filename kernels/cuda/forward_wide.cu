@@ -163,9 +163,7 @@ __device__ __forceinline__ void consume(const WideParams& params, const Shared& 
   Softmax<false> softmax;
   softmax.reset();
 
-  const auto release = [&](int stage) {
-    if (lane == 0) barrier_arrive(shared.empty(warpgroup, stage));
-  };
+  const auto release = [&](int stage) { warp_arrive(shared.empty(warpgroup, stage), lane); };
   // Of the keys in `stage` those that `owner` does the softmax of.
   const auto issue_scores = [&](int owner, int stage) {
     const uint32_t keys = descriptor(shared.stage(warpgroup, stage) + owner * OWN_KEYS * BOX_ROW_BYTES, 0);
@@ -354,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward_wide(cons
     // that reads them.
     for (int index = 0; index < 2 * STAGES; ++index) {
       barrier_init(shared.full(0, index), 1);
-      barrier_init(shared.empty(0, index), 4);
+      barrier_init(shared.empty(0, index), 4 * WARP_ARRIVALS);
     }
     barrier_init_fence();
   }

@@ -44,7 +44,8 @@ struct KeyList {
   __device__ __forceinline__ int operator[](int position) const { return position < visited ? entries[position] : 0; }
 };
 
-// The 16 keys of a row from `key` on, a byte each, 0 for those past the end. Words that hold no key are not read.
+// The 16 keys of a row from `key` on, a byte each, 0 for those past the end. What lies behind the row's end is not
+// read: it may be behind the mask's.
 template <Access ACCESS>
 __device__ __forceinline__ uint4 load_keys(const MaskParams& params, const uint8_t* row, int key, int seqlen_k) {
   const int count = seqlen_k - key;
@@ -58,14 +59,19 @@ __device__ __forceinline__ uint4 load_keys(const MaskParams& params, const uint8
     const uint64_t address = (uint64_t)(row + key);
     const int before = address % 4;  // bytes of the first word that belong to earlier keys
     const uint32_t* first = (const uint32_t*)(address - before);
+    const int bytes = before + count;  // from there to the row's end
+    uint32_t last = 0;                 // the word that the end cuts
+    if (count > 0 && bytes < 20) {
+      const uint8_t* rest = (const uint8_t*)(first + bytes / 4);
+#pragma unroll
+      for (int i = 0; i < 3; ++i)
+        if (i < bytes % 4) last |= (uint32_t)__ldg(rest + i) << 8 * i;
+    }
 #pragma unroll
     for (int i = 0; i < 5; ++i)
-      if (count > 0 && 4 * i < before + min(count, 16)) words[i] = __ldg(first + i);
+      if (count > 0 && 4 * i < min(bytes, before + 16)) words[i] = 4 * i + 4 <= bytes ? __ldg(first + i) : last;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int hidden = min(max(4 * i + 4 - count, 0), 4);  // keys of this word past the end
-      words[i] = __funnelshift_r(words[i], words[i + 1], 8 * before) & __funnelshift_rc(0xFFFFFFFF, 0, 8 * hidden);
-    }
+    for (int i = 0; i < 4; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], 8 * before);
   } else {
     const uint8_t* first = row + key * params.stride_key;
 #pragma unroll

@@ -2,6 +2,9 @@
 
 The lengths are of a few tiles with a partial last one, of one tile and a row more, and of many tiles of queries on one
 of keys, so that rings of stages wrap and blocks begin again.
+
+For racecheck, which takes an arrival on a barrier for that of its lane alone, kernels are compiled so that every lane
+of a warp arrives where else one does for all.
 """
 
 from __future__ import annotations
@@ -9,15 +12,17 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from backward_forms import FORMS, use_form
 from torch import Tensor
 
 import torch_flashbackend as plugin
 from torch_flashbackend import kv_cache, ops
-from torch_flashbackend.kernels.cuda import decode_tiles
+from torch_flashbackend.kernels.cuda import decode_tiles, sources
 
 LENGTHS = ((200, 333), (65, 64), (700, 64))
 
@@ -90,8 +95,11 @@ def bool_masks(seqlen_q: int, seqlen_k: int) -> Iterator[Tensor]:
 
 
 def biases(seqlen_q: int, seqlen_k: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[Tensor]:
-    for shape in ((1, 2, seqlen_q, seqlen_k), (2, 1, 1, seqlen_k)):
-        yield torch.randn(shape, device="cuda", dtype=dtype)
+    """Of rows that begin at multiples of 16 bytes, as the copy engine wants, with nothing behind the last one."""
+    pitch = -(-seqlen_k // 8) * 8
+    for batch, heads, rows in ((1, 2, seqlen_q), (2, 1, 1)):
+        strides = (heads * rows * pitch, rows * pitch, pitch, 1)
+        yield torch.empty_strided((batch, heads, rows, seqlen_k), strides, device="cuda", dtype=dtype).normal_()
 
 
 def add_dense(head_dim: int, head_dim_v: int | None = None) -> None:
@@ -122,6 +130,20 @@ def add_dense(head_dim: int, head_dim_v: int | None = None) -> None:
 
 for sizes in ((64,), (128,), (160,), (192, 128), (256,), (512,)):
     add_dense(*sizes)
+
+
+def add_form(form: str, head_dim: int) -> None:
+    @program(f"backward {head_dim} {form}", "flash_backward")
+    def _() -> None:
+        use_form(SimpleNamespace(setattr=setattr), **FORMS[form])
+        for lengths in LENGTHS:
+            for is_causal in (False, True):
+                attend(lengths, head_dim, is_causal=is_causal)
+
+
+for form in FORMS:
+    for size in (64, 128, 256):
+        add_form(form, size)
 
 
 def add_masked(head_dim: int) -> None:
@@ -194,9 +216,16 @@ def _() -> None:
         attend((1, seqlen_k), 128, backend="triton", trains=False)
 
 
+def let_every_lane_arrive() -> None:
+    source = sources.source
+    sources.source = lambda entry, file, defines, *rest: source(entry, file, defines | {"EVERY_LANE_ARRIVES": 1}, *rest)
+
+
 def main(name: str, tool: str) -> None:
     global CHECKED
     CHECKED = tool != "initcheck"
+    if tool == "racecheck":
+        let_every_lane_arrive()
     torch.manual_seed(0)
     ops.reset_launch_counts()
     PROGRAMS[name].run()

@@ -7,14 +7,12 @@ import dataclasses
 import gc
 import os
 import random
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from backward_forms import FORMS, use_form
 from hopper_calls import ALIGNED_LAYOUTS, DTYPES, HOPPER_ONLY, MANY, draw, gradient_checker
 
 from common import Call, check, expect, gradient_for, results_of, simple_call, tensor_in_layout
@@ -34,53 +32,6 @@ def deterministic():
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-# Whether blocks are persistent (up to a head_dim of 128), whether one kernel does all, and the forms for head
-# dimensions of 128 and 256 alone: in the default mode.
-FORMS = {
-    "persistent": {"persistent": True, "fused": False},
-    "block for each tile": {"persistent": False, "fused": False},
-    "persistent fused": {"persistent": True, "fused": True},
-    "fused": {"persistent": False, "fused": True},
-    "unstaged or paired": {"persistent": False, "fused": False, "unstaged": True, "paired": True},
-    "direct": {"persistent": True, "fused": False, "direct": True},
-}
-
-
-def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False, direct=False):
-    """All calls in the default mode run this form of the kernels, as far as there is one, however few their heads."""
-    from torch_flashbackend.kernels.cuda import backward, tiles
-    from torch_flashbackend.plans import Recent
-
-    usual = getattr(tiles.choose_backward_usual, "unchanged", tiles.choose_backward_usual)
-
-    def choose_usual(head_dim, head_dim_v, is_causal, query_rows, deterministic):
-        tile = usual(head_dim, head_dim_v, is_causal, query_rows, deterministic)
-        return dataclasses.replace(
-            tile, persistent=persistent and not deterministic and max(head_dim, head_dim_v) <= 128
-        )
-
-    def choose(head_dim, head_dim_v, is_causal, query_rows, deterministic):
-        tile = choose_usual(head_dim, head_dim_v, is_causal, query_rows, deterministic)
-        if deterministic:
-            return tile
-        if paired and head_dim == head_dim_v == 256:
-            return dataclasses.replace(tile, fused=True, paired=True, ds_stages=1)
-        own = head_dim == head_dim_v
-        return dataclasses.replace(
-            tile,
-            fused=fused,
-            unstaged=unstaged and own and head_dim == 128,
-            direct=direct and own and head_dim in (64, 128, 256) and is_causal and query_rows <= 4096,
-        )
-
-    choose_usual.unchanged = usual
-    monkeypatch.setattr(tiles, "choose_backward_usual", choose_usual)
-    monkeypatch.setattr(tiles, "choose_backward", choose)
-    monkeypatch.setattr(backward, "_saves_sums", lambda *_: True)
-    monkeypatch.setattr(backward, "_plans", {})
-    monkeypatch.setattr(backward, "recent", Recent())
 
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS)
@@ -446,46 +397,3 @@ def test_peak_memory_is_at_most_that_of_stocks_flash(plugin, hopper):
     plugin.disable()
     stock = peak(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
     assert ours <= stock * 1.01, (ours, stock)
-
-
-# ------------------------------------------------------------------------------------------------------------ sanitizer
-
-SANITIZED = """
-import torch, torch.nn.functional as F
-from torch_flashbackend import ops, sdpa_backend
-torch.manual_seed(0)
-for deterministic in (False, True):
-    torch.use_deterministic_algorithms(deterministic)
-    for head_dim in (64, 128, 256):
-        for is_causal in (False, True):
-            for seqlen_q, seqlen_k in ((200, 333), (65, 64), (1600, 64)):
-                query = torch.randn(1, 2, seqlen_q, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-                key, value = (torch.randn(1, 1, seqlen_k, head_dim, device="cuda", dtype=torch.bfloat16,
-                                          requires_grad=True) for _ in "kv")
-                with sdpa_backend("cuda"):
-                    out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
-                    grads = torch.autograd.grad(out, (query, key, value), torch.randn_like(out))
-                if CHECK:
-                    assert all(grad.isfinite().all() for grad in grads)
-torch.cuda.synchronize()
-assert ops.launch_counts()["flash_backward"] == 36
-print("done")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
-def test_compute_sanitizer_is_clean(tool):
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
-        pytest.skip("compute-sanitizer is not installed")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kernel_substring=flash_backward"]
-    done = subprocess.run(
-        [*command, sys.executable, "-c", f"CHECK = True\n{SANITIZED}"],
-        capture_output=True, text=True, env=environment, timeout=900,
-    )  # fmt: skip
-    # What it finds stands first, once for each place.
-    found = dict.fromkeys(line for line in done.stdout.splitlines() if "Error" in line or "hazard" in line)
-    message = "\n".join([*found][:20]) + done.stdout[-1000:] + done.stderr[-1000:]
-    assert done.returncode == 0 and "done" in done.stdout, message

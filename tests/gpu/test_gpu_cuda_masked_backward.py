@@ -14,8 +14,9 @@ import random
 
 import pytest
 import torch
+from backward_forms import use_form
 from hopper_calls import DTYPES, MANY, draw, gradient_checker, pattern
-from test_gpu_cuda_backward import deterministic, hopper, use_form
+from test_gpu_cuda_backward import deterministic, hopper
 from test_gpu_cuda_masks import (
     MASK_LAYOUTS,
     MASK_SHAPES,

@@ -1,0 +1,73 @@
+"""compute-sanitizer on every kernel: `sanitized.py` has the programs, each of which runs in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sanitized
+from hopper_calls import HOPPER_ONLY
+
+pytestmark = [*HOPPER_ONLY, pytest.mark.slow]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+# Of Triton's own kernels, how shared memory is used is its compiler's affair.
+OURS = [name for name, program in sanitized.PROGRAMS.items() if program.kernels[0].startswith("flash_")]
+# Both warpgroups overwrite rows of the next sequence with the same zeros, each before it reads them itself.
+HARMLESS = "clear_rows"
+
+
+def run(name: str, tool: str) -> list[str]:
+    """What the tool reports; the program must have come to its end."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    kernels = "flash_" if name in OURS else "attention_"
+    command = [sanitizer, "--tool", tool, "--kernel-name", f"kernel_substring={kernels}", "--print-limit", "1000"]
+    environment = {
+        **os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }  # fmt: skip
+    done = subprocess.run(
+        [*command, "--show-backtrace", "no", sys.executable, HERE / "sanitized.py", name, tool],
+        capture_output=True, text=True, env=environment, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0 and "done" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    return [line.strip("= ") for line in done.stdout.splitlines() if line.startswith("=========")]
+
+
+def reports(lines: list[str]) -> list[str]:
+    """Those of errors, without what belongs to them."""
+    return [
+        line for line in lines if line.startswith(("Invalid", "Error", "Barrier error", "Uninitialized", "Program"))
+    ]
+
+
+@pytest.mark.parametrize("name", sanitized.PROGRAMS)
+def test_memcheck_finds_nothing(name):
+    lines = run(name, "memcheck")
+    assert "ERROR SUMMARY: 0 errors" in lines, "\n".join(lines[:40])
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_synccheck_finds_nothing(name):
+    lines = run(name, "synccheck")
+    assert "ERROR SUMMARY: 0 errors" in lines, "\n".join(lines[:40])
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_racecheck_finds_nothing(name):
+    lines = run(name, "racecheck")
+    found = [line for line in reports(lines) if HARMLESS not in line]
+    assert not found and any(line.startswith("RACECHECK SUMMARY") for line in lines), "\n".join(lines[:40])
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name.startswith("forward")])
+def test_initcheck_finds_nothing(name):
+    """Of the forward alone: to initcheck, what the copy engine has stored was never written, an output say."""
+    lines = run(name, "initcheck")
+    assert "ERROR SUMMARY: 0 errors" in lines, "\n".join(lines[:40])
