@@ -13,8 +13,9 @@ torch.compile(mode="reduce-overhead").
 
 How a number comes about: an event on the GPU before the call and one behind the model in each step. Prefill is the
 time to the first token's logits, a step the time from one token's to the next one's, launches and all; the rate is the
-batch over the median step. The first run of each contender, which compiles and records graphs, is not timed: it gives
-the tokens and logits that are compared. Eager contenders take turns; compiled ones run one after another, since
+batch over the median step. The first run of each contender, which compiles and records graphs, is no part of that: it gives
+the tokens and logits that are compared, and where the cache grows `first_decode_ms`, the median step through sizes
+that this process meets for the first time. Eager contenders take turns; compiled ones run one after another, since
 switching the plugin drops compiled programs.
 
 Greedy tokens of two implementations part where two tokens are as good as equal, which with random weights they often
@@ -150,10 +151,13 @@ class StepClock:
 
 @dataclasses.dataclass
 class Outcome:
-    """tokens [B, N] that were chosen, the logits [B, vocabulary] of each step, bytes at the peak, and our launches."""
+    """tokens [B, N] that were chosen, the logits [B, vocabulary] and median time of each step, bytes at the peak, and our
+    launches.
+    """
 
     tokens: Tensor
     logits: tuple[Tensor, ...]
+    step_ms: float
     peak_memory_bytes: int
     kernels: dict[str, int]
 
@@ -195,10 +199,14 @@ class Generator:
         ops.reset_launch_counts()
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        result = self._generate(case, self.new_tokens, return_dict_in_generate=True, output_logits=True)
+        clock = StepClock(self.device)
+        result = self._generate(
+            case, self.new_tokens, return_dict_in_generate=True, output_logits=True, logits_processor=[clock]
+        )
+        step = statistics.median(clock.intervals())
         peak = torch.cuda.max_memory_allocated(self.device) if cuda else 0
         # A program in a CUDA graph writes the next step's logits where these are, so transformers has copied them.
-        return Outcome(result.sequences[:, case.prompt :], result.logits, peak, dict(ops.launch_counts()))
+        return Outcome(result.sequences[:, case.prompt :], result.logits, step, peak, dict(ops.launch_counts()))
 
     def times(self, case: Case) -> tuple[float, float]:
         """Milliseconds to the first token's logits, and of a step thereafter, the median."""
@@ -303,6 +311,8 @@ def measure(case: Case, generator: Generator, rounds: int, budget: Budget) -> di
     medians = {name: [statistics.median(part) for part in zip(*times)] for name, times in samples.items()}
     row["prefill_ms"] = {name: significant(prefill) for name, (prefill, _) in medians.items()}
     row["decode_ms"] = {name: significant(step) for name, (_, step) in medians.items()}
+    if case.grows:
+        row["first_decode_ms"] = {name: significant(outcome.step_ms) for name, outcome in outcomes.items()}
     rates = {name: case.batch / step * 1e3 for name, (_, step) in medians.items()}
     row["decode_tokens_per_second"] = {name: significant(rate) for name, rate in rates.items()}
     row["peak_memory_bytes"] = {name: outcome.peak_memory_bytes for name, outcome in outcomes.items()}

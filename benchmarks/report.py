@@ -85,10 +85,14 @@ def load_results(directory: Path) -> dict[str, dict[str, dict[str, Any]]]:
 def merged(several: list[dict[str, Any]]) -> dict[str, Any]:
     """One set of results from several: of each pass of each call, the measurement with the most contenders.
 
-    So every ratio is one of figures from one run. Of two with as many contenders the later file's counts.
+    So every ratio is one of figures from one run. Of two with as many contenders the later file's counts, and of rows
+    without passes the later one whole.
     """
     rows: dict[str, dict[str, Any]] = {}
     for row in (row for data in several for row in data["rows"]):
+        if not {*PASS_FIELDS, "us"} & row.keys():
+            rows[row["label"]] = row
+            continue
         known = rows.setdefault(row["label"], row)
         for field, passes in row.items():
             if field in PASS_FIELDS:
@@ -462,6 +466,16 @@ def _generate(rows: list[dict[str, Any]]) -> list[str]:
         text += f"logits differ by more than rounding explains in: {', '.join(unexplained)}."
     else:
         text += "tokens part where two logits are closer than what rounding does to them."
+    firsts = [
+        f"{times['default']:.1f} ms with PyTorch's default and {times['plugin']:.1f} with the plugin"
+        for row in rows
+        if {"default", "plugin"} <= (times := row.get("first_decode_ms", {})).keys()
+    ]
+    if firsts:
+        text += (
+            " A cache that grows has sizes which a process meets for the first time, and cuDNN plans for each: a token "
+            f"then takes {' or '.join(firsts)}."
+        )
     return [text, _table(head, body)]
 
 

@@ -1,6 +1,6 @@
 """Measure tiles of the dense Hopper forward on this GPU: all that the table can give, and some that it might.
 
-    python -m benchmarks.tune_cuda_forward --out benchmarks/results/tune_cuda_forward.json [--only D72,S256] [--budget 25]
+    python -m benchmarks.tune_cuda_forward --out benchmarks/results/tune_cuda_forward.json [--only D72] [--budget 25]
 
 Timed beside PyTorch's default, in turn, on random data, medians. "*": what the table takes; "!": not like PyTorch's.
 """

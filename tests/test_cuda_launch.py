@@ -207,7 +207,12 @@ def test_tiles_fit_the_multiprocessor(head_dim, is_causal):
         (64, 4096, 8, 256),  # one tile of 256 rows for each multiprocessor, all but four
         (64, 512, 32, None),  # 64 tiles of 256 rows would leave half of them idle
         (64, 520, 1000, None),  # rows of a third tile that are not there
-        (64, 256, 1000, None),  # not measured
+        (64, 300, 1000, None),
+        (64, 256, 1000, 256),
+        (64, 197, 384, 256),
+        (64, 197, 12, None),
+        (64, 256, 12, None),  # twice as many blocks of 128 rows
+        (64, 128, 1000, None),
         (32, 4096, 64, None),
         (72, 4096, 64, 256),
         (72, 512, 512, 256),

@@ -468,12 +468,13 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
   Ring<BIAS_STAGES> bias_ring;
 #endif
 
-  // Named barriers 1 to CONSUMERS pass the turn at the matrix unit around.
+  // Named barriers: of the turns at the matrix unit, which are passed around; of each warpgroup alone.
+  constexpr int FIRST_TURN = 1, CLEARED = FIRST_TURN + CONSUMERS;
   const auto take_turn = [&] {
-    if (PING_PONG) named_sync(1 + warpgroup, 256);
+    if (PING_PONG) named_sync(FIRST_TURN + warpgroup, 256);
   };
   const auto pass_turn = [&] {
-    if (PING_PONG) named_arrive(1 + (warpgroup + 1) % CONSUMERS, 256);
+    if (PING_PONG) named_arrive(FIRST_TURN + (warpgroup + 1) % CONSUMERS, 256);
   };
   if (PING_PONG && warpgroup == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
 
@@ -775,7 +776,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
     if (PACKED && (j + 1) * BLOCK_N > seqlen_k()) {
       const Ring<STAGES> v = k.previous();
       barrier_wait(shared.v_full(v.stage), v.phase);
-      clear_rows<BLOCK_N, HEAD_DIM_V>(shared.value + v.stage * V_BYTES, seqlen_k() - j * BLOCK_N, 4 + warpgroup);
+      clear_rows<BLOCK_N, HEAD_DIM_V>(shared.value + v.stage * V_BYTES, seqlen_k() - j * BLOCK_N, CLEARED + warpgroup);
     }
   };
 

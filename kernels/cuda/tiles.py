@@ -91,6 +91,12 @@ def _larger(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int) -> L
     copy engine is slow at rows that begin at odd multiples of 16 bytes.
     """
     largest = max(head_dim, math.ceil(head_dim_v / 16) * 16)
+    if seqlen_k <= 256:
+        return _one_tile(head_dim, head_dim_v, is_causal, seqlen_k)
+    if head_dim == head_dim_v == 128 and is_causal and seqlen_k <= 1024:
+        # As large as the usual one.
+        tile = Tile(128, 64, stages=5, q_stages=2, ping_pong=False, rotate=True, short_lists=True)
+        return LargerTile(tile, 1.0)
     if seqlen_k < 512:
         return None
     if largest == 64:
@@ -103,10 +109,19 @@ def _larger(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int) -> L
     if largest == 80 and seqlen_k >= 2048:
         tile = Tile(192, 64 if is_causal else 96, stages=3 if is_causal else 2, q_stages=2, ping_pong=False)
         return LargerTile(tile, 1.05)
-    if head_dim == head_dim_v == 128 and is_causal and seqlen_k <= 1024:
-        # As large as the usual one.
-        tile = Tile(128, 64, stages=5, q_stages=2, ping_pong=False, rotate=True, short_lists=True)
-        return LargerTile(tile, 1.0)
+    return None
+
+
+def _one_tile(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int) -> LargerTile | None:
+    """The same where all queries of a head may be one tile: images' patches, short texts."""
+    if max(head_dim, head_dim_v) == 64 and seqlen_k > 128:
+        if is_causal:
+            return LargerTile(Tile(256, 64, stages=8, q_stages=3, ping_pong=False, rotate=True), 1.0)
+        return LargerTile(Tile(256, 64, stages=8, q_stages=3), 1.0)
+    if head_dim == head_dim_v == 128 and is_causal:
+        if seqlen_k > 128:
+            return LargerTile(Tile(128, 64, stages=5, q_stages=2, ping_pong=False, rotate=True, short_lists=True), 1.0)
+        return LargerTile(Tile(128, 64, stages=4, q_stages=3, ping_pong=False), 1.0)
     return None
 
 
@@ -119,7 +134,7 @@ def choose_usual(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int)
     """
     largest = max(head_dim, head_dim_v)
     if largest <= 64:
-        if is_causal and seqlen_k <= 768:
+        if seqlen_k <= (768 if is_causal else 256):
             return Tile(128, 64, stages=8, q_stages=2)
         if is_causal and seqlen_k <= 1536:
             return Tile(128, 128, stages=4, q_stages=2)
@@ -209,7 +224,7 @@ def choose_dropout(head_dim: int, head_dim_v: int) -> Tile:
     return tile if tile.stages < 3 or tile.q_stages == 1 else replace(tile, stages=tile.stages - 1)
 
 
-_LENGTHS = (512, 1024, 4096, 16384)
+_LENGTHS = (128, 256, 512, 1024, 4096, 16384)
 
 
 def variants(head_dim: int, head_dim_v: int, is_causal: bool) -> tuple[Tile, ...]:
