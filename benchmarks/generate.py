@@ -13,10 +13,10 @@ torch.compile(mode="reduce-overhead").
 
 How a number comes about: an event on the GPU before the call and one behind the model in each step. Prefill is the
 time to the first token's logits, a step the time from one token's to the next one's, launches and all; the rate is the
-batch over the median step. The first run of each contender, which compiles and records graphs, is no part of that: it gives
-the tokens and logits that are compared, and where the cache grows `first_decode_ms`, the median step through sizes
-that this process meets for the first time. Eager contenders take turns; compiled ones run one after another, since
-switching the plugin drops compiled programs.
+batch over the median step. The first run of each contender, which compiles and records graphs, is no part of that: it
+gives the tokens and logits that are compared, and where the cache grows `first_decode_ms`, the median step through
+sizes that this process meets for the first time. Eager contenders take turns; compiled ones run one after another,
+since switching the plugin drops compiled programs.
 
 Greedy tokens of two implementations part where two tokens are as good as equal, which with random weights they often
 are, and then never meet again. So of each row: the share of equal tokens; over the steps up to the first difference,
@@ -151,9 +151,7 @@ class StepClock:
 
 @dataclasses.dataclass
 class Outcome:
-    """tokens [B, N] that were chosen, the logits [B, vocabulary] and median time of each step, bytes at the peak, and our
-    launches.
-    """
+    """tokens [B, N] chosen, logits [B, vocabulary] of each step, its median time, bytes at the peak, our launches."""
 
     tokens: Tensor
     logits: tuple[Tensor, ...]

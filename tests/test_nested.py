@@ -21,14 +21,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import TensorWeakRef
 from varlen_cases import VarlenCall, gradient_for_varlen, judge_varlen, varlen_call
 
-from torch_flashbackend import _torch, nested, ops, policy, routing, sdpa_backend, varlen
+from torch_flashbackend import _torch, nested, ops, policy, routing, sdpa_backend, set_batch_invariant, varlen
 from torch_flashbackend.explain import explain
 from torch_flashbackend.kernels import KernelUnavailable
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage:UserWarning")
 
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
-LENGTHS, OTHERS = (20, 1, 33), (7, 40, 12)
+LENGTHS, OTHERS, EQUAL = (20, 1, 33), (7, 40, 12), (24, 24, 24)
 NAMES = ("query", "key", "value")
 sdpa = F.scaled_dot_product_attention
 
@@ -77,7 +77,9 @@ def taken(calls=1):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("built", ["transposed", "heads first"])
-@pytest.mark.parametrize("dtype,lengths", [(SINGLE, LENGTHS), (BFLOAT, LENGTHS), (HALF, (30,))], ids=str)
+@pytest.mark.parametrize(
+    "dtype,lengths", [(SINGLE, LENGTHS), (BFLOAT, LENGTHS), (HALF, (30,)), (BFLOAT, EQUAL)], ids=str
+)
 def test_values_and_gradients(lengths, dtype, built, is_causal):
     call = varlen_call(lengths, heads=2, dtype=dtype, window=(-1, 0) if is_causal else (-1, -1)).leaves()
     offsets, _ = call.cu_seqlens(torch.int64)
@@ -104,12 +106,13 @@ def test_values_without_gradients(mode, scale):
     judge_varlen(call, {"out": values})
 
 
-def test_queries_with_lengths_of_their_own_and_values_of_another_head_dim():
-    call = varlen_call(LENGTHS, OTHERS, heads=2, head_dim_v=24, dtype=SINGLE).leaves()
+@pytest.mark.parametrize("lengths,others", [(LENGTHS, OTHERS), (EQUAL, (7, 7, 7)), (EQUAL, OTHERS)], ids=str)
+def test_queries_with_lengths_of_their_own_and_values_of_another_head_dim(lengths, others):
+    call = varlen_call(lengths, others, heads=2, head_dim_v=24, dtype=SINGLE).leaves()
     offsets_q, offsets_k = call.cu_seqlens(torch.int64)
     grad_out = gradient_for_varlen(call)
-    query, key, value = (jagged(call.query, LENGTHS, offsets_q), jagged(call.key, OTHERS, offsets_k),
-                         jagged(call.value, OTHERS, offsets_k))  # fmt: skip
+    query, key, value = (jagged(call.query, lengths, offsets_q), jagged(call.key, others, offsets_k),
+                         jagged(call.value, others, offsets_k))  # fmt: skip
     with taken():
         out = sdpa(query, key, value)
     assert out.shape[:3] == query.shape[:3] and out.size(3) == 24
@@ -118,14 +121,15 @@ def test_queries_with_lengths_of_their_own_and_values_of_another_head_dim():
     judge_varlen(call, {"out": values.detach(), **dict(zip(NAMES, grads))}, grad_out)
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, EQUAL], ids=["mixed", "equal"])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
-def test_gradients_that_nobody_wants_are_not_made(wanted):
-    call = varlen_call(LENGTHS, heads=2, dtype=SINGLE)
+def test_gradients_that_nobody_wants_are_not_made(wanted, lengths):
+    call = varlen_call(lengths, heads=2, dtype=SINGLE)
     offsets, _ = call.cu_seqlens(torch.int64)
     rows = [t.requires_grad_(n in wanted) for n, t in enumerate((call.query, call.key, call.value))]
     grad_out = gradient_for_varlen(call)
     with taken():
-        values = packed_values(sdpa(*(jagged(t, LENGTHS, offsets) for t in rows)))
+        values = packed_values(sdpa(*(jagged(t, lengths, offsets) for t in rows)))
     leaves = [rows[n] for n in wanted]
     grads = torch.autograd.grad(values, leaves, grad_out, retain_graph=True)
     judge_varlen(call, dict(zip([NAMES[n] for n in wanted], grads)), grad_out)
@@ -161,7 +165,7 @@ def facts(tensor: torch.Tensor) -> dict:
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("built", ["transposed", "heads first"])
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("lengths", [LENGTHS, (30,)], ids=["mixed", "one"])
+@pytest.mark.parametrize("lengths", [LENGTHS, (30,), EQUAL], ids=["mixed", "one", "equal"])
 @pytest.mark.parametrize(
     "backend,dtype", [(SDPBackend.FLASH_ATTENTION, HALF), (SDPBackend.EFFICIENT_ATTENTION, SINGLE)]
 )
@@ -619,13 +623,34 @@ def test_small_calls_are_taken_for_the_python_that_they_save(monkeypatch):
     assert routing.decide(nested_problem(large, "NVIDIA A100", "sm_80", 108)).backend == "stock"
 
 
-def test_no_synchronisation_and_no_dispatch_for_what_is_known(monkeypatch):
-    """Lengths that the nested tensors know already are not asked for; the operators run once."""
-    _, made = tensors()
-    calls = []
-    real = varlen._forward_op
-    monkeypatch.setattr(nested, "_forward", lambda *arguments: calls.append(1) or real(*arguments))
+@pytest.fixture
+def operators_run(monkeypatch):
+    """Those whose implementations ran, in order."""
+    found = []
+    real = ops._below_autograd
+    monkeypatch.setattr(ops, "_below_autograd", lambda operator, *rest: found.append(operator) or real(operator, *rest))
+    return found
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, EQUAL], ids=["mixed", "equal"])
+def test_no_synchronisation_for_what_is_known(monkeypatch, operators_run, lengths):
+    """Lengths that the nested tensors know already are not asked for; one operator runs, once."""
+    _, made = tensors(lengths=lengths)
     monkeypatch.setattr(torch.Tensor, "item", lambda self: pytest.fail("a value was read from the device"))
     with taken():
         sdpa(*made)
-    assert calls == [1]
+    assert operators_run == [ops._attention_forward if lengths is EQUAL else varlen._forward_op]
+
+
+@pytest.mark.parametrize("why", ["rows behind", "batch-invariant"])
+def test_sequences_of_one_length_that_are_no_dense_call(operators_run, why):
+    rows = [sample(72 + 8 * (why == "rows behind"), 2, 16, seed=n) for n in range(3)]
+    offsets = torch.tensor([0, *EQUAL]).cumsum(0)
+    set_batch_invariant(why == "batch-invariant")
+    try:
+        with taken():
+            out = sdpa(*(jagged(t, EQUAL, offsets) for t in rows))
+    finally:
+        set_batch_invariant(False)
+    assert operators_run == [varlen._forward_op]
+    judge_varlen(VarlenCall(*(t[:72] for t in rows), EQUAL, EQUAL), {"out": packed_values(out)[:72]})

@@ -1,7 +1,7 @@
 """F.scaled_dot_product_attention on nested tensors of jagged layout, taken where PyTorch begins to unwrap them.
 
-May import `_torch.py`, decisions.py, packed.py and on_import.py at the top, ops.py and varlen.py when the first call is
-taken. Imported by override.py, and by explain.py for a name.
+May import `_torch.py`, decisions.py, packed.py, batch_invariance.py and on_import.py at the top, ops.py and varlen.py
+when the first call is taken. Imported by override.py, and by explain.py for a name.
 
 PyTorch computes such a call in Python: NestedTensor.__torch_function__ -> jagged_scaled_dot_product_attention, which
 makes views and nested tensors one operator at a time, and ends in an operator that the kernel hook takes. All of it
@@ -13,13 +13,14 @@ What else there is stays PyTorch's, calls that are being traced, compiled or tra
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _torch, decisions, packed
+from .batch_invariance import is_batch_invariant
 from .integrations import on_import
 
 __all__ = ["ENTRY", "NestedHook"]
@@ -137,13 +138,28 @@ def _attend(
     rows = call.query, call.key, call.value
     if not (flash and call.sequences == 1):  # stock's flash kernel takes a single sequence in any order
         rows = _in_order(call.query), _in_order(call.key), _in_order(call.value)
+    operators = _Dense.of(call) if _are_as_long(call, query, key) else _Packed(call.arguments())
     try:
         if training:
-            return _apply_nested(query, key, value, *rows, call.arguments())
-        return _torch.jagged_tensor(_forward(*rows, *call.arguments())[0], _torch.jagged_structure(query))
+            return _apply_nested(query, key, value, *rows, operators)
+        return _torch.jagged_tensor(operators.forward(*rows)[0], _torch.jagged_structure(query))
     except decisions.kernel_failures() as error:
         decisions.after_failure(entry, error)
         return None
+
+
+def _are_as_long(call: packed.Call, query: Tensor, key: Tensor) -> bool:
+    """Are all sequences as long as the longest, and are there no rows behind them?
+
+    Not asked for where one sequence's result must not depend on the others.
+    """
+    return (
+        _torch.jagged_extremes(query) == (call.max_q, call.max_q)
+        and _torch.jagged_extremes(key) == (call.max_k, call.max_k)
+        and call.query.size(0) == call.sequences * call.max_q
+        and call.key.size(0) == call.sequences * call.max_k
+        and not is_batch_invariant()
+    )
 
 
 def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -159,19 +175,81 @@ def _in_order(rows: Tensor) -> Tensor:
     return rows if pitch > head_pitch > step or rows.is_contiguous() else rows.contiguous()
 
 
-def _forward(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    from . import ops, varlen
+class _Packed(NamedTuple):
+    """The operators for packed sequences. arguments: theirs after value."""
 
-    return ops._below_autograd(varlen._forward_op, varlen._forward_cuda, query, *arguments)
+    arguments: tuple[Any, ...]
+
+    def forward(self, *rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(out [total_q, H, Dv], logsumexp) of query [total_q, H, D], key and value, for `gradients` to have back."""
+        from . import ops, varlen
+
+        return ops._below_autograd(varlen._forward_op, varlen._forward_cuda, *rows, *self.arguments)
+
+    def gradients(self, saved: tuple[Tensor, ...], grad_out: Tensor, wanted: tuple[bool, ...]) -> Sequence[Any]:
+        """Of query, key and value, and one more entry; saved: these three, out and logsumexp."""
+        from . import varlen
+
+        return varlen._gradients((*saved, *self.arguments[:5]), self.arguments[5:], grad_out, [*wanted, False])
+
+
+class _Dense(NamedTuple):
+    """The dense operators, for sequences of one length: they need no list of tiles, and have more forms."""
+
+    sequences: int
+    is_causal: bool
+    scale: float
+    backend: str
+
+    @classmethod
+    def of(cls, call: packed.Call) -> _Dense:
+        """For a call whose sequences are as long as its longest, of queries and of keys."""
+        from . import varlen
+
+        arguments = call.arguments()
+        backend = varlen.backend_for(call.query, call.key, call.value, *arguments)
+        return cls(call.sequences, call.right == 0, arguments[7], backend)
+
+    def _as_rank_4(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (self.sequences, -1)).transpose(1, 2)
+
+    def forward(self, *rows: Tensor) -> tuple[Tensor, Tensor]:
+        """As of `_Packed`."""
+        from . import ops
+
+        query, _, value = rows
+        layout = "query" if query.size(2) == value.size(2) else "bshd"  # as of the packed operators
+        out, logsumexp = ops._below_autograd(
+            ops._attention_forward, ops._attention_forward_cuda, *map(self._as_rank_4, rows), None, None, 0.0,
+            self.is_causal, self.scale, layout, self.backend,
+        )  # fmt: skip
+        return _as_rows(out), logsumexp
+
+    def gradients(self, saved: tuple[Tensor, ...], grad_out: Tensor, wanted: tuple[bool, ...]) -> Sequence[Any]:
+        """As of `_Packed`."""
+        from . import ops
+
+        *rows, logsumexp = saved
+        query, key, value, out = map(self._as_rank_4, rows)
+        grads = ops._gradients(
+            (query, key, value, None, out, logsumexp, None), self._as_rank_4(grad_out),
+            (0.0, self.is_causal, self.scale, self.backend), (*wanted, False),
+        )  # fmt: skip
+        return [None if grad is None else _as_rows(grad) for grad in grads]
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    """[B, H, S, D] as rows [B S, H, D], which is a view where the memory is in that order."""
+    return tensor.transpose(1, 2).flatten(0, 1)
 
 
 class _Nested(torch.autograd.Function):
     """Attention of nested tensors as one differentiable function of these."""
 
     @staticmethod
-    def forward(ctx, query, key, value, rows_query, rows_key, rows_value, arguments):
+    def forward(ctx, query, key, value, rows_query, rows_key, rows_value, operators):
         rows = (rows_query, rows_key, rows_value)
-        out, logsumexp = _forward(*rows, *arguments)
+        out, logsumexp = operators.forward(*rows)
         structure = _torch.jagged_structure(query)
         nested_out = _torch.jagged_tensor(out, structure)
         # Plain tensors, as stock saves: hooks on saved tensors (checkpointing, offloading) find what they know. It is
@@ -182,8 +260,8 @@ class _Nested(torch.autograd.Function):
             watched, out = _uncopied((query, key, value), rows), _torch.jagged_rows_with_version(nested_out)
         ctx.save_for_backward(*rows, out, logsumexp, *watched)
         ctx.set_materialize_grads(False)  # 40 µs of asking the output for its sizes
-        ctx.arguments = arguments
-        same = arguments[0] is arguments[1]
+        ctx.operators = operators
+        same = query._offsets is key._offsets
         ctx.structures = (structure, structure if same else _torch.jagged_structure(key))
         return nested_out
 
@@ -195,7 +273,7 @@ class _Nested(torch.autograd.Function):
             saved = ctx.saved_tensors
         except NotImplementedError:  # autograd's own message would ask a nested tensor for its sizes
             raise RuntimeError(MODIFIED) from None
-        compute = functools.partial(_gradients, saved[:5], ctx.arguments, ctx.needs_input_grad[:3], ctx.structures)
+        compute = functools.partial(_gradients, saved[:5], ctx.operators, ctx.needs_input_grad[:3], ctx.structures)
         if not torch.is_grad_enabled():
             return (*compute(grad_out), None, None, None, None)
         # The last for gradients that require grad where nothing else does: none of the tensors is kept under hooks.
@@ -217,17 +295,15 @@ class _Gradients(torch.autograd.Function):
 
 def _gradients(
     saved: tuple[Tensor, ...],
-    arguments: tuple[Any, ...],
+    operators: _Packed | _Dense,
     wanted: tuple[bool, ...],
     structures: tuple[_torch.JaggedStructure, _torch.JaggedStructure],
     grad_out: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """Of query, key and value, None for each not wanted."""
-    from . import varlen
-
     found = _torch.jagged_rows(grad_out)
     rows = grad_out.transpose(1, 2).values() if found is None else found[0]
-    grads = varlen._gradients((*saved, *arguments[:5]), arguments[5:], rows, [*wanted, False])
+    grads = operators.gradients(saved, rows, wanted)
     of_query, of_key = structures
     return tuple(
         None if grad is None else _torch.jagged_tensor(grad, structure)

@@ -279,6 +279,12 @@ def _split(query: Tensor, key: Tensor, arguments: tuple[Any, ...]) -> tuple[Any,
     return options, kernels.Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
 
 
+def backend_for(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> str:
+    """Whose kernels compute a call of `_forward_op` on a GPU: "cuda", the Hopper ones, or "triton"."""
+    options, extras = _split(query, key, arguments)
+    return "cuda" if _hopper().takes(query, key, value, options, extras, arguments[6]) else "triton"
+
+
 def _forward_cuda(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     out, logsumexp = _empty_out(query, value.size(2)), _empty_logsumexp(query)
     if out.numel() == 0 or key.numel() == 0:  # no rows to compute, or no keys to see

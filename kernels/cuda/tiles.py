@@ -126,7 +126,7 @@ def _one_tile(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int) ->
 
 
 def choose_usual(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int) -> Tile:
-    """The tile of calls that are short or few, and of packed sequences; head dimensions are multiples of 16.
+    """The tile of calls that are short or few; head dimensions are multiples of 16.
 
     Measured on an H200 over batch * seqlen = 16,384; ``NOTES.md`` has the variants. Up to a head_dim of 64 softmax
     binds and three warpgroups share it best; above, two with more registers. Fewer keys a step waste less of the
@@ -152,6 +152,13 @@ def choose_usual(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int)
             return Tile(128, 64, stages=3, q_stages=1, ping_pong=False)
         return Tile(128, 64, stages=2, q_stages=2, ping_pong=False)
     return Tile(128, 64, stages=2, q_stages=1, ping_pong=False)
+
+
+def choose_packed(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int) -> Tile:
+    """The tile for packed sequences of this mean length. At 64, four warpgroups gain more than rows past ends cost."""
+    if max(head_dim, head_dim_v) == 64 and seqlen_k > 128:
+        return Tile(256, 64, stages=8, q_stages=3, ping_pong=not is_causal)
+    return choose_usual(head_dim, head_dim_v, is_causal, seqlen_k)
 
 
 def choose_masked(head_dim: int, head_dim_v: int, per_key: bool) -> Tile:
@@ -240,7 +247,7 @@ def variants(head_dim: int, head_dim_v: int, is_causal: bool) -> tuple[Tile, ...
 
 def packed_variants(head_dim: int, head_dim_v: int, is_causal: bool) -> tuple[Tile, ...]:
     """The same of packed sequences."""
-    return tuple(dict.fromkeys(choose_usual(head_dim, head_dim_v, is_causal, n) for n in _LENGTHS))
+    return tuple(dict.fromkeys(choose_packed(head_dim, head_dim_v, is_causal, n) for n in _LENGTHS))
 
 
 @dataclass(frozen=True)

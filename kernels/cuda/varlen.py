@@ -86,7 +86,7 @@ def specialise(
 ) -> Specialisation:
     """The specialisation for packed tensors of so many keys and sequences: tiles as for their mean length."""
     padded, padded_v = tiles.round_up(head_dim, 16), tiles.round_up(head_dim_v, 16)
-    tile = tiles.choose_usual(padded, padded_v, is_causal, planned_length(max(keys // max(sequences, 1), 1)))
+    tile = tiles.choose_packed(padded, padded_v, is_causal, planned_length(max(keys // max(sequences, 1), 1)))
     return Specialisation(padded, padded_v, is_causal, dtype == torch.bfloat16, True, tile, is_packed=True)
 
 
