@@ -27,8 +27,8 @@ NOTHING = (
     "`benchmarks/report.py` fills this section from it."
 )
 KINDS = (
-    "attention", "special", "overhead", "batch_invariance", "training", "generate", "encoder", "memory", "decode",
-    "paged", "varlen", "architectures",
+    "attention", "special", "overhead", "batch_invariance", "deterministic", "training", "generate", "encoder",
+    "memory", "decode", "paged", "varlen", "architectures",
 )  # fmt: skip
 PASSES = ("forward", "backward")
 PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms")
@@ -159,7 +159,7 @@ def _details(gpu: str, kinds: dict[str, dict[str, Any]]) -> list[str]:
         parts += [f"Not measured in this run: {', '.join(left_out)}."] if left_out else []
     simple = {
         "decode": _decode, "paged": _paged, "varlen": _varlen, "batch_invariance": _batch_invariance,
-        "memory": _memory_by_length, "generate": _generate, "encoder": _encoder,
+        "deterministic": _deterministic, "memory": _memory_by_length, "generate": _generate, "encoder": _encoder,
     }  # fmt: skip
     for kind, tables in simple.items():
         if kind in kinds:
@@ -436,6 +436,20 @@ def _batch_invariance(rows: list[dict[str, Any]]) -> list[str]:
     ]  # fmt: skip
     text = "`set_batch_invariant(True)`: microseconds on the GPU, and ours with it over ours without."
     return [text, _table(["forward", "PyTorch", "ours", "ours, batch-invariant", "cost"], body)]
+
+
+def _deterministic(rows: list[dict[str, Any]]) -> list[str]:
+    """What one order of sums costs a backward."""
+    body = [
+        [row["label"].partition(": ")[2], *(f"{row['gpu_ms'][name]:.4g}" if name in row["gpu_ms"] else "-"
+                                            for name in ("stock", "usual", "ordered")), f"{row['cost']:.2f}"]
+        for row in rows
+    ]  # fmt: skip
+    text = (
+        "`torch.use_deterministic_algorithms(True)`: milliseconds of a backward on the GPU, of PyTorch's default in "
+        "that mode and of ours without and with it, and ours with it over ours without."
+    )
+    return [text, _table(["backward", "PyTorch", "ours", "ours, deterministic", "cost"], body)]
 
 
 def _generate(rows: list[dict[str, Any]]) -> list[str]:

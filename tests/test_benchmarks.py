@@ -28,6 +28,7 @@ from benchmarks import (  # noqa: E402
     batch_invariance,
     cases,
     decode,
+    deterministic,
     encoder,
     encoder_weights,
     generate,
@@ -607,6 +608,15 @@ def test_what_batch_invariance_costs(tmp_path):
     row = json.loads(path.read_text())["rows"][0]
     assert row["cost"] == pytest.approx(row["gpu_ms"]["invariant"] / row["gpu_ms"]["plugin"], rel=1e-3)
     assert row["our_kernels"] == {"plugin": {}, "invariant": {}}  # on a CPU calls stay PyTorch's
+
+
+def test_what_deterministic_mode_costs(tmp_path):
+    path = tmp_path / "nvidia_h200_deterministic.json"
+    assert deterministic.main(["--device", "cpu", "--smoke", "--only", "D64", "--out", str(path)]) == 0
+    row = json.loads(path.read_text())["rows"][0]
+    assert row["cost"] == pytest.approx(row["gpu_ms"]["ordered"] / row["gpu_ms"]["usual"], rel=1e-3) and row["repeats"]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "| backward | PyTorch | ours | ours, deterministic | cost |" in report.details(tmp_path)
 
 
 def test_results_of_some_cases_do_not_take_the_place_of_all():

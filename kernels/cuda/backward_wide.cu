@@ -38,6 +38,9 @@ constexpr int THREADS = 512;
 constexpr int KEYS_READ = 1, VALUES_READ = 2, SCORES = 3, GRADIENTS = 4, QUERIES = 5;
 constexpr int PRODUCER_REGISTERS = PAIRED ? 32 : 24, SUM_REGISTERS = 208, QUERY_REGISTERS = PAIRED ? 64 : 72;
 constexpr int P_BYTES = BLOCK_M * BLOCK_N * 4;
+// DETERMINISTIC: blocks have their turn at so many query tiles together. To hand a turn on, a fence behind what all
+// threads have added and the next block's look at it, takes longer than a tile does.
+constexpr int TURN_TILES = 4;
 // grad_out arrives in portions of its columns, into a ring of slots.
 constexpr int DO_PORTIONS = PAIRED ? 2 : 1, DO_SLOTS = PAIRED ? 3 : DO_STAGES;
 constexpr int PORTION_COLUMNS = PAIRED ? 128 : HEAD_DIM_V, PORTION_BYTES = DO_BYTES / DO_PORTIONS;
@@ -426,8 +429,10 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
     float* sums = params.sums + (int64_t)(number - work.sums_shift) * (BLOCK_M * HEAD_DIM);
     const uint32_t grad_scores = descriptor(shared.grad_scores + s.stage * DS_BYTES, 0);
     barrier_wait(shared.ds_full(s.stage), s.phase);
-    if (DETERMINISTIC) {
-      if (threadIdx.x == 384) semaphore_wait(params.semaphores + number, work.k_tile);
+    int* const turn = params.semaphores + number - tile % TURN_TILES;
+    // Tiles are visited from the last to the first.
+    if (DETERMINISTIC && (tile == params.q_tiles - 1 || tile % TURN_TILES == TURN_TILES - 1)) {
+      if (threadIdx.x == 384) semaphore_wait(turn, work.k_tile);
       named_sync(QUERIES, 128);
     }
     if constexpr (PAIRED) {
@@ -450,10 +455,10 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
     }
     warp_arrive(shared.ds_empty(s.stage));
     s.advance();
-    if (DETERMINISTIC) {
+    if (DETERMINISTIC && (tile == work.first_q_tile || tile % TURN_TILES == 0)) {
       __threadfence();
       named_sync(QUERIES, 128);
-      if (threadIdx.x == 384) semaphore_add(params.semaphores + number);
+      if (threadIdx.x == 384) semaphore_add(turn);
     }
   });
   if (FUSED) {

@@ -1,0 +1,117 @@
+"""What deterministic mode costs: GPU time of a backward under torch.use_deterministic_algorithms over that without.
+
+    python -m benchmarks.deterministic                # under 1 minute on an H200, writes <gpu>_deterministic.json
+    python -m benchmarks.deterministic --only D256
+    python -m benchmarks.deterministic --device cpu --smoke --out /tmp/deterministic.json
+
+Columns: "stock", PyTorch's default in deterministic mode; "usual", ours without; "ordered", ours in deterministic mode,
+which adds the shares of the query's gradient in one order. `repeats`: "ordered" gave the same bits in two runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks import contenders, harness
+from benchmarks.cases import Case, make_inputs
+from benchmarks.harness import Budget, Context, Meter, Results, say, significant
+
+COLUMNS = ("stock", "usual", "ordered")
+
+
+def cases() -> list[Case]:
+    """As the grid of attention.py: batch * seqlen is 16,384 and heads * head_dim about 2,048; grouped queries once."""
+    found = [
+        Case("deterministic", 16384 // length, 2048 // head_dim, length, length, head_dim, causal=causal)
+        for head_dim in (64, 128, 256)
+        for length in (512, 1024, 2048, 4096, 8192, 16384)
+        for causal in (True, False)
+    ]
+    found += [Case("deterministic", 4, 10, 4096, 4096, 192, head_dim_v=v, causal=True) for v in (192, 128)]
+    return [*found, Case("deterministic", 2, 32, 8192, 8192, 128, kv_heads=8, causal=True)]
+
+
+def in_mode(wanted: bool, context: Context) -> Context:
+    """`context`, with or without deterministic algorithms."""
+
+    @contextlib.contextmanager
+    def both() -> Iterator[None]:
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            with context():
+                yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+    return both
+
+
+def measure_case(case: Case, meter: Meter) -> dict[str, Any]:
+    """A row of JSON: milliseconds of the backward, and what the order makes of ours."""
+    inputs = make_inputs(case, meter.device, training=True)
+    ours = contenders.context_of("cuda", meter.device)
+    contexts = {
+        "stock": in_mode(True, contenders.stock()), "usual": in_mode(False, ours), "ordered": in_mode(True, ours),
+    }  # fmt: skip
+    runs, refused, kernels = {}, {}, {}
+    for name, context in contexts.items():
+        try:
+            backward = contenders.prepare_sdpa(case, inputs, inputs, context).backward
+        except RuntimeError as error:
+            refused[name] = str(error).splitlines()[0][:160]
+            continue
+        assert backward is not None
+        runs[name] = backward
+        with context():
+            kernels[name] = contenders.kernels_launched(backward)
+    with contexts["ordered"]():
+        first, again = runs["ordered"].call(), runs["ordered"].call()
+    runs["ordered (again)"] = runs["ordered"]
+    times = meter.gpu_times(runs)
+    return {
+        "label": case.label,
+        "case": case.to_json(),
+        "gpu_ms": {name: significant(times[name]) for name in COLUMNS if name in times},
+        "cost": significant(times["ordered"] / times["usual"], 4),
+        "repeats": all(torch.equal(one, other) for one, other in zip(first, again, strict=True)),
+        "our_kernels": {name: kernels[name] for name in ("usual", "ordered")},
+        "refused": refused,
+        "aa": harness.aa_report(times, "ordered", "ordered (again)"),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and write the results file."""
+    arguments = harness.parser(__doc__.splitlines()[0], budget_s=60).parse_args(argv)
+    budget = Budget(arguments.budget)
+    contenders.take_everything()
+    rounds, round_ms = (2, 0.2) if arguments.smoke else (arguments.rounds, arguments.round_ms)
+    meter = Meter(arguments.device, rounds, round_ms)
+    facts = harness.environment(arguments.device)
+    path = harness.results_path(arguments, facts, "deterministic")
+    results = Results(path, "deterministic", facts, vars(arguments))
+    wanted = [case for case in cases() if harness.asked_for(arguments, case.label)]
+    if arguments.smoke:
+        wanted = list({case.smaller(): None for case in wanted})
+    left_out = []
+    for case in wanted:
+        if budget.exhausted:
+            left_out.append(case.label)
+            continue
+        row = measure_case(case, meter)
+        results.add(row)
+        say(f"[{budget.used:.0f} s] {row['label']}: {row['gpu_ms']}, {row['cost']} times as long")
+        if meter.cuda:
+            torch.cuda.empty_cache()
+    results.finish(left_out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
