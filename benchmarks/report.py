@@ -31,7 +31,7 @@ KINDS = (
     "memory", "decode", "paged", "varlen", "architectures",
 )  # fmt: skip
 PASSES = ("forward", "backward")
-PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms")
+PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms", "aa")
 PEERS = {
     "default": "PyTorch's default",
     "cudnn": "its cuDNN",

@@ -682,11 +682,11 @@ def test_generating_at_tiny_sizes(tmp_path):
 def test_generated_texts_that_part_are_compared_up_to_there():
     logits = torch.zeros(3, 2, 8)  # three steps of two texts
     logits[:, :, 1] = 1.0
-    first = generate.Outcome(torch.ones(2, 3, dtype=torch.long), tuple(logits), 0, {})
+    first = generate.Outcome(torch.ones(2, 3, dtype=torch.long), tuple(logits), 0.0, 0, {})
     other = logits.clone()
     other[1, 0, 1], other[1, 0, 5] = 0.9, 1.05  # the first text parts at its second step
     other[2, 0] = 100.0  # and what it does later says nothing
-    second = generate.Outcome(torch.tensor([[1, 5, 7], [1, 1, 1]]), tuple(other), 0, {})
+    second = generate.Outcome(torch.tensor([[1, 5, 7], [1, 1, 1]]), tuple(other), 0.0, 0, {})
     logits[1, 0, 5] = 0.96
     found = generate.compare(first, second)
     assert found["equal_tokens"] == pytest.approx(4 / 6, abs=1e-3) and found["sequences_that_part"] == 1
@@ -696,7 +696,7 @@ def test_generated_texts_that_part_are_compared_up_to_there():
         beside = {"plugin": found, "math": {**found, "logit_difference": rounding}}
         assert generate.explained(beside, torch.bfloat16) is verdict
     assert generate.explained({"plugin": found}, torch.bfloat16) is None  # nothing says what rounding does
-    nan = generate.Outcome(second.tokens, tuple(torch.full_like(other, math.nan)), 0, {})
+    nan = generate.Outcome(second.tokens, tuple(torch.full_like(other, math.nan)), 0.0, 0, {})
     assert generate.compare(first, nan)["logit_difference"] > 1e8
 
 
