@@ -31,7 +31,7 @@ KINDS = (
     "memory", "decode", "paged", "varlen", "architectures",
 )  # fmt: skip
 PASSES = ("forward", "backward")
-PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms", "aa")
+PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms")
 PEERS = {
     "default": "PyTorch's default",
     "cudnn": "its cuDNN",
@@ -95,10 +95,10 @@ def merged(several: list[dict[str, Any]]) -> dict[str, Any]:
             continue
         known = rows.setdefault(row["label"], row)
         for field, passes in row.items():
-            if field in PASS_FIELDS:
+            if field in PASS_FIELDS or (field == "aa" and "ms" in row):
                 old = known.setdefault(field, {})
                 old |= {name: found for name, found in passes.items() if len(found) >= len(old.get(name, ()))}
-            elif field == "us" and len(passes) >= len(known.get(field, ())):  # of decoding, which has one pass
+            elif field != "us" or len(passes) >= len(known.get(field, ())):  # "us": of decoding, which has one pass
                 known[field] = passes
     commits = dict.fromkeys(str(data["environment"].get("commit") or "unknown")[:12] for data in several)
     return {**several[0], "rows": list(rows.values()), "commits": list(commits)}

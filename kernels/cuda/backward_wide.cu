@@ -38,8 +38,7 @@ constexpr int THREADS = 512;
 constexpr int KEYS_READ = 1, VALUES_READ = 2, SCORES = 3, GRADIENTS = 4, QUERIES = 5;
 constexpr int PRODUCER_REGISTERS = PAIRED ? 32 : 24, SUM_REGISTERS = 208, QUERY_REGISTERS = PAIRED ? 64 : 72;
 constexpr int P_BYTES = BLOCK_M * BLOCK_N * 4;
-// DETERMINISTIC: blocks have their turn at so many query tiles together. To hand a turn on, a fence behind what all
-// threads have added and the next block's look at it, takes longer than a tile does.
+// DETERMINISTIC: blocks have their turn at so many query tiles together, and hand it on with one fence.
 constexpr int TURN_TILES = 4;
 // grad_out arrives in portions of its columns, into a ring of slots.
 constexpr int DO_PORTIONS = PAIRED ? 2 : 1, DO_SLOTS = PAIRED ? 3 : DO_STAGES;

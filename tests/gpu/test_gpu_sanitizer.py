@@ -36,7 +36,8 @@ def run(name: str, tool: str) -> list[str]:
         [*command, "--show-backtrace", "no", sys.executable, HERE / "sanitized.py", name, tool],
         capture_output=True, text=True, env=environment, timeout=900,
     )  # fmt: skip
-    assert done.returncode == 0 and "done" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    # Not by the status: under the tools, some processes end in "terminate called" behind everything, PyTorch's imports.
+    assert "done" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
     return [line.strip("= ") for line in done.stdout.splitlines() if line.startswith("=========")]
 
 
