@@ -28,7 +28,7 @@ NOTHING = (
 )
 KINDS = (
     "attention", "special", "overhead", "batch_invariance", "deterministic", "training", "generate", "encoder",
-    "memory", "decode", "paged", "varlen", "architectures",
+    "memory", "decode", "paged", "varlen", "architectures", "errors",
 )  # fmt: skip
 PASSES = ("forward", "backward")
 PASS_FIELDS = ("tflops", "eager_us", "memory_bytes", "ms")
@@ -159,7 +159,8 @@ def _details(gpu: str, kinds: dict[str, dict[str, Any]]) -> list[str]:
         parts += [f"Not measured in this run: {', '.join(left_out)}."] if left_out else []
     simple = {
         "decode": _decode, "paged": _paged, "varlen": _varlen, "batch_invariance": _batch_invariance,
-        "deterministic": _deterministic, "memory": _memory_by_length, "generate": _generate, "encoder": _encoder,
+        "deterministic": _deterministic, "errors": _errors, "memory": _memory_by_length, "generate": _generate,
+        "encoder": _encoder,
     }  # fmt: skip
     for kind, tables in simple.items():
         if kind in kinds:
@@ -450,6 +451,20 @@ def _deterministic(rows: list[dict[str, Any]]) -> list[str]:
         "that mode and of ours without and with it, and ours with it over ours without."
     )
     return [text, _table(["backward", "PyTorch", "ours", "ours, deterministic", "cost"], body)]
+
+
+def _errors(rows: list[dict[str, Any]]) -> list[str]:
+    """Errors against float64, of those of PyTorch's cuDNN kernel."""
+    body = []
+    for row in rows:
+        ours = row["of_cudnn"].get("cuda", {})
+        cells = [f"{kinds['rms']:.2f} ({kinds['largest']:.2f})" for kinds in ours.values()] or ["-"] * 4
+        body.append([row["label"].partition(": ")[2], *cells])
+    text = (
+        "Errors against float64 of the `cuda` backend, divided by those of PyTorch's cuDNN on the same inputs: root "
+        "mean squares, and in brackets the largest."
+    )
+    return [text, _table(["errors", "output", "query's gradient", "key's", "value's"], body)]
 
 
 def _generate(rows: list[dict[str, Any]]) -> list[str]:

@@ -27,10 +27,12 @@ if str(ROOT) not in sys.path:
 from benchmarks import (  # noqa: E402
     batch_invariance,
     cases,
+    contenders,
     decode,
     deterministic,
     encoder,
     encoder_weights,
+    errors,
     generate,
     harness,
     make_policy,
@@ -608,6 +610,31 @@ def test_what_batch_invariance_costs(tmp_path):
     row = json.loads(path.read_text())["rows"][0]
     assert row["cost"] == pytest.approx(row["gpu_ms"]["invariant"] / row["gpu_ms"]["plugin"], rel=1e-3)
     assert row["our_kernels"] == {"plugin": {}, "invariant": {}}  # on a CPU calls stay PyTorch's
+
+
+def test_errors_against_float64(tmp_path, monkeypatch):
+    """On a CPU the math path stands in for ours, and PyTorch's own for cuDNN, which has none there."""
+    monkeypatch.setitem(contenders.STOCK_BACKENDS, "cudnn", contenders.STOCK_BACKENDS["math"])
+    path = tmp_path / "nvidia_h200_errors.json"
+    assert errors.main(["--device", "cpu", "--smoke", "--only", "D64", "--out", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["scores"] for row in rows} == set(errors.SCORES)
+    for row in rows:
+        assert not row["refused"] and all(0 < kinds["rms"] < 0.05 for kinds in row["errors"]["cuda"].values())
+        ours, other = row["errors"]["cuda"]["out"]["rms"], row["errors"]["cudnn"]["out"]["rms"]
+        assert row["of_cudnn"]["cuda"]["out"]["rms"] == pytest.approx(ours / other, rel=0.02)
+    assert "| errors | output | query's gradient | key's | value's |" in report.details(tmp_path)
+
+
+def test_scores_are_as_they_are_called():
+    case = errors.cases()[0]
+    sizes = {}
+    for name in errors.SCORES:
+        inputs = errors.draw(case.smaller(), torch.device("cpu"), name, 0)
+        query, key = inputs.query.detach().double(), inputs.key.detach().double()
+        sizes[name] = query @ key.mT / query.size(-1) ** 0.5
+    assert sizes["usual"].std() < 2 and sizes["large"].std() > 6 * sizes["usual"].std()
+    assert sizes["low"].max() < -30
 
 
 def test_what_deterministic_mode_costs(tmp_path):
