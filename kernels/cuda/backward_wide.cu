@@ -33,8 +33,8 @@ static_assert(!PACKED);
 // done with this query tile.
 static_assert(Q_STAGES > 1);
 constexpr int THREADS = 512;
-// Named barriers. Key and value tiles are not needed any more: sums leave from their places. What is left are those of
-// one warpgroup.
+// Named barriers: nobody reads the key tile, or the value tile, any more, so that sums may leave from its place; and
+// those of one warpgroup each.
 constexpr int KEYS_READ = 1, VALUES_READ = 2, SCORES = 3, GRADIENTS = 4, QUERIES = 5;
 constexpr int PRODUCER_REGISTERS = PAIRED ? 32 : 24, SUM_REGISTERS = 208, QUERY_REGISTERS = PAIRED ? 64 : 72;
 constexpr int P_BYTES = BLOCK_M * BLOCK_N * 4;
