@@ -23,6 +23,7 @@ from benchmarks import contenders, harness
 from benchmarks.cases import Case, make_inputs
 from benchmarks.generate import plugin
 from benchmarks.harness import Budget, Meter, Results, Run, say, significant
+from benchmarks.measure import times_and_aa
 
 COLUMNS = ("default", "plugin", "invariant")
 
@@ -69,9 +70,7 @@ def measure_case(case: Case, meter: Meter) -> dict[str, Any]:
     for name in ours:
         with runs[name].context():
             kernels[name] = contenders.kernels_launched(Run(call))
-    runs["plugin (again)"] = runs["plugin"]
-    times = meter.gpu_times(runs)
-    aa = harness.aa_report(times, "plugin", "plugin (again)")
+    times, aa = times_and_aa(runs, meter, "plugin")
     return {
         "label": case.label,
         "case": case.to_json(),
@@ -95,15 +94,10 @@ def main(argv: list[str] | None = None) -> int:
     wanted = [case for case in cases() if harness.asked_for(arguments, case.label)]
     if arguments.smoke:
         wanted = list({case.smaller(): None for case in wanted})
-    left_out = []
-    for case in wanted:
-        if budget.exhausted:
-            left_out.append(case.label)
-            continue
+    for case in results.each(wanted, budget):
         row = measure_case(case, meter)
         results.add(row)
         say(f"[{budget.used:.0f} s] {row['label']}: {row['gpu_ms']}, {row['cost']} times as long")
-    results.finish(left_out)
     rows = []
     for row in results.data["rows"]:
         times = [f"{row['gpu_ms'][name]:.4g}" for name in COLUMNS]

@@ -149,18 +149,13 @@ def main(argv: list[str] | None = None) -> int:
     names = {**vars(arguments), "contenders": CONTENDERS}
     results = Results(harness.results_path(arguments, facts, "decode"), "decode", facts, names)
     meter = Meter(arguments.device, 2 if arguments.smoke else arguments.rounds, 0.2 if arguments.smoke else 4.0)
-    left = []
-    for case in chosen:
-        if budget.exhausted:
-            left.append(case.label)
-            continue
+    for case in results.each(chosen, budget):
         row = measure_case(case, meter, 2 if arguments.smoke else 2 * arguments.rounds + 1, arguments.smoke)
         results.add(row)
         shown = "  ".join(f"{name} {us} us {row['tb_per_s'][name]} TB/s" for name, us in row["us"].items())
         harness.say(f"{case.label}: {shown}  eager {row['eager_us']['forward']}")
         if meter.cuda:
             torch.cuda.empty_cache()
-    results.finish(left)
     return 0
 
 

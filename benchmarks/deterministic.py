@@ -20,6 +20,7 @@ import torch
 from benchmarks import contenders, harness
 from benchmarks.cases import Case, make_inputs
 from benchmarks.harness import Budget, Context, Meter, Results, say, significant
+from benchmarks.measure import times_and_aa
 
 COLUMNS = ("stock", "usual", "ordered")
 
@@ -72,8 +73,7 @@ def measure_case(case: Case, meter: Meter) -> dict[str, Any]:
             kernels[name] = contenders.kernels_launched(backward)
     with contexts["ordered"]():
         first, again = runs["ordered"].call(), runs["ordered"].call()
-    runs["ordered (again)"] = runs["ordered"]
-    times = meter.gpu_times(runs)
+    times, aa = times_and_aa(runs, meter, "ordered")
     return {
         "label": case.label,
         "case": case.to_json(),
@@ -82,7 +82,7 @@ def measure_case(case: Case, meter: Meter) -> dict[str, Any]:
         "repeats": all(torch.equal(one, other) for one, other in zip(first, again, strict=True)),
         "our_kernels": {name: kernels[name] for name in ("usual", "ordered")},
         "refused": refused,
-        "aa": harness.aa_report(times, "ordered", "ordered (again)"),
+        "aa": aa,
     }
 
 
@@ -99,17 +99,12 @@ def main(argv: list[str] | None = None) -> int:
     wanted = [case for case in cases() if harness.asked_for(arguments, case.label)]
     if arguments.smoke:
         wanted = list({case.smaller(): None for case in wanted})
-    left_out = []
-    for case in wanted:
-        if budget.exhausted:
-            left_out.append(case.label)
-            continue
+    for case in results.each(wanted, budget):
         row = measure_case(case, meter)
         results.add(row)
         say(f"[{budget.used:.0f} s] {row['label']}: {row['gpu_ms']}, {row['cost']} times as long")
         if meter.cuda:
             torch.cuda.empty_cache()
-    results.finish(left_out)
     return 0
 
 

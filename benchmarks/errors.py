@@ -38,6 +38,11 @@ def cases() -> list[Case]:
     return [*found, Case("errors", 2, 4, 1000, 1000, 128, causal=True, dtype="float16")]
 
 
+def label_of(case: Case, scores: str) -> str:
+    """Of a row."""
+    return f"{case.label}, {scores} scores"
+
+
 def draw(case: Case, device: torch.device, scores: str, seed: int) -> Inputs:
     """Tensors that require grad, whose scores are as SCORES says."""
     inputs = make_inputs(case, device, training=True, seed=seed)
@@ -102,7 +107,7 @@ def measure_case(case: Case, scores: str, device: torch.device) -> dict[str, Any
         if name in errors and "cudnn" in errors
     }  # fmt: skip
     return {
-        "label": f"{case.label}, {scores} scores",
+        "label": label_of(case, scores),
         "case": case.to_json(),
         "scores": scores,
         "errors": errors,
@@ -120,21 +125,14 @@ def main(argv: list[str] | None = None) -> int:
     facts = harness.environment(arguments.device)
     data = Results(harness.results_path(arguments, facts, "errors"), "errors", facts, vars(arguments))
     wanted = list({case.smaller(): None for case in cases()}) if arguments.smoke else cases()
-    left_out = []
-    for case in wanted:
-        for scores in SCORES:
-            label = f"{case.label}, {scores} scores"
-            if not harness.asked_for(arguments, label):
-                continue
-            if budget.exhausted:
-                left_out.append(label)
-                continue
-            row = measure_case(case, scores, device)
-            data.add(row)
-            ours = row["of_cudnn"].get("cuda", {})
-            shown = ", ".join(f"{name} {kinds['rms']} (largest {kinds['largest']})" for name, kinds in ours.items())
-            say(f"[{budget.used:.0f} s] {label}: of cuDNN's error {shown or row['refused']}")
-    data.finish(left_out)
+    pairs = [(case, scores) for case in wanted for scores in SCORES]
+    asked = [pair for pair in pairs if harness.asked_for(arguments, label_of(*pair))]
+    for case, scores in data.each(asked, budget, lambda pair: label_of(*pair)):
+        row = measure_case(case, scores, device)
+        data.add(row)
+        ours = row["of_cudnn"].get("cuda", {})
+        shown = ", ".join(f"{name} {kinds['rms']} (largest {kinds['largest']})" for name, kinds in ours.items())
+        say(f"[{budget.used:.0f} s] {row['label']}: of cuDNN's error {shown or row['refused']}")
     return 0
 
 

@@ -33,6 +33,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import operator
 import os
 import platform
 import statistics
@@ -43,10 +44,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+Measured = TypeVar("Measured")
 AA_LIMIT, MOST_SETS = 0.01, 4
 FLUSH_BYTES = 128 * 2**20  # an H200's L2 is 50 MB, a B200's 126 MB
 SETTLED_MS, SETTLE_MS = 1.0, 30.0
@@ -358,6 +360,18 @@ class Results:
     def add(self, row: dict[str, Any]) -> None:
         self.data["rows"].append(row)
         self.write()
+
+    def each(
+        self, cases: Iterable[Measured], budget: Budget, label: Callable[[Measured], str] = operator.attrgetter("label")
+    ) -> Iterator[Measured]:
+        """The cases, while there is time for another; behind the last one the file is finished."""
+        left_out = []
+        for case in cases:
+            if budget.exhausted:
+                left_out.append(label(case))
+            else:
+                yield case
+        self.finish(left_out)
 
     def finish(self, not_measured: Iterable[str] = ()) -> None:
         self.data["not_measured"] = list(not_measured)

@@ -56,9 +56,11 @@ def measure_case(case: Case, names: list[str], meter: Meter, clocks: ClockLog, l
     return row
 
 
-def times_and_aa(runs: dict[str, Run], meter: Meter) -> tuple[dict[str, float], dict[str, Any]]:
-    """GPU times by contender, and the A/A report of one of them, PyTorch's default where it is there."""
-    first = "default" if "default" in runs else next(iter(runs))
+def times_and_aa(
+    runs: dict[str, Run], meter: Meter, first: str | None = None
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """GPU times by contender, and the A/A report of `first`, or of PyTorch's default where it is there."""
+    first = first or ("default" if "default" in runs else next(iter(runs)))
     again = first + AGAIN
     times = meter.gpu_times(runs | {again: runs[first]}, (first, again))
     report = aa_report(times, first, again) | {"rounds": meter.rounds_taken}

@@ -94,9 +94,14 @@ def fits(bytes_needed: int | None, device: torch.device) -> bool:
     return bytes_needed <= SHARE_OF_FREE * torch.cuda.mem_get_info(device)[0]
 
 
+def label_of(length: int) -> str:
+    """Of a row."""
+    return f"S = {length:,}"
+
+
 def measure(length: int, meter: Meter, math_path: dict[int, int]) -> dict[str, Any]:
     """A row; adds to `math_path` what the math path took, if it ran."""
-    row: dict[str, Any] = {"label": f"S = {length:,}", "seqlen": length, "peak_memory_bytes": {}, "seconds": {}}
+    row: dict[str, Any] = {"label": label_of(length), "seqlen": length, "peak_memory_bytes": {}, "seconds": {}}
     row |= {"computed_bytes": {}, "kernels": {}, "refused": {}}
     # One matrix of scores in half precision, of which the math path keeps several.
     row["scores_bytes"] = 2 * HEADS * length * length
@@ -136,14 +141,10 @@ def main(argv: list[str] | None = None) -> int:
     results.data["call"] = {"batch": 1, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "causal": True}
     meter = Meter(arguments.device)
     math_path: dict[int, int] = {}
-    before, left, wrong = None, [], []
-    for length in SMOKE_LENGTHS if arguments.smoke else LENGTHS:
-        label = f"S = {length:,}"
-        if not harness.asked_for(arguments, label):
-            continue
-        if budget.exhausted:
-            left.append(label)
-            continue
+    before, wrong = None, []
+    lengths = SMOKE_LENGTHS if arguments.smoke else LENGTHS
+    wanted = [length for length in lengths if harness.asked_for(arguments, label_of(length))]
+    for length in results.each(wanted, budget, label_of):
         row = measure(length, meter, math_path)
         row["growth"] = growth(before, row)
         results.add(row)
@@ -154,7 +155,6 @@ def main(argv: list[str] | None = None) -> int:
         say(f"[{budget.used:.0f} s] {row['label']}: GiB {shown}; growth {row['growth']}; seconds {row['seconds']}")
         say(f"    computed {row['computed_bytes']} kernels {row['kernels'].get('plugin')} {row['refused'] or ''}")
         before = row
-    results.finish(left)
     if wrong:
         say(f"more memory than PyTorch's default, or more than a line: {wrong}")
     return int(bool(wrong))

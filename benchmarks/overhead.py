@@ -184,19 +184,13 @@ def main(argv: list[str] | None = None) -> int:
     budget = Budget(arguments.budget)
     facts = harness.environment(arguments.device)
     results = Results(harness.results_path(arguments, facts, "overhead"), "overhead", facts, vars(arguments))
-    left_out = []
-    for call in small_calls(arguments.device):
-        if not harness.asked_for(arguments, call.name):
-            continue
-        if budget.exhausted:
-            left_out.append(call.name)
-            continue
+    wanted = [call for call in small_calls(arguments.device) if harness.asked_for(arguments, call.name)]
+    for call in results.each(wanted, budget, lambda call: call.name):
         for row in measure(call, arguments.device, rounds, calls):
             results.add(row)
             took = ", ".join(state for state, ran in row["our_kernels_ran"].items() if ran) or "none"
             times = f"{row['cpu_us']} A/A {row['aa']['ratio']}"
             say(f"[{budget.used:.0f} s] {row['label']}: {times}, our kernels ran in: {took}")
-    results.finish(left_out)
     names = list(states(torch.device(arguments.device)))
     lines = []
     for row in results.data["rows"]:

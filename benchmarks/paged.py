@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.decode import KEPT_BYTES, Recorded, replay_times
-from benchmarks.harness import AA_LIMIT, Budget, Results, say, significant
+from benchmarks.harness import Budget, Results, say, significant
 from torch_flashbackend import kv_cache
 
 HEADS, KV_HEADS = 32, 8
@@ -92,8 +92,8 @@ def measure_case(case: Case, device: torch.device, rounds: int) -> dict[str, Any
     recorded = {name: Recorded([one[name] for one in sets], device) for name in calls}
     times = replay_times(recorded | {"again": recorded["contiguous"]}, device, rounds)
     row: dict[str, Any] = {"label": case.label, "case": dataclasses.asdict(case), "sets": len(sets), "bytes": moved}
-    again = times.pop("again") / times["contiguous"]
-    row["aa"] = {"ratio": significant(again, 4), "within_limit": abs(again - 1.0) <= AA_LIMIT}
+    row["aa"] = harness.aa_report(times, "contiguous", "again")
+    del times["again"]
     row["us"] = {name: significant(us, 4) for name, us in times.items()}
     row["tb_per_s"] = {name: significant(moved / us * 1e-6, 4) for name, us in times.items()}
     row["of_contiguous"] = significant(times["contiguous"] / times["paged"], 4)
@@ -108,13 +108,9 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(arguments.device)
     facts = harness.environment(arguments.device)
     results = Results(harness.results_path(arguments, facts, "paged"), "paged", facts, vars(arguments))
-    left, wrong = [], []
-    for case in all_cases(arguments.smoke):
-        if not harness.asked_for(arguments, case.label):
-            continue
-        if budget.exhausted:
-            left.append(case.label)
-            continue
+    wrong = []
+    wanted = [case for case in all_cases(arguments.smoke) if harness.asked_for(arguments, case.label)]
+    for case in results.each(wanted, budget):
         row = measure_case(case, device, 2 if arguments.smoke else 2 * arguments.rounds + 1)
         results.add(row)
         wrong += [case.label] if row["difference"] > 0.02 else []
@@ -122,7 +118,6 @@ def main(argv: list[str] | None = None) -> int:
         say(f"{case.label}: {shown}, {row['of_contiguous']} of the contiguous speed, difference {row['difference']}")
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    results.finish(left)
     if wrong:
         say(f"pages and rows disagree: {wrong}")
     return int(bool(wrong))

@@ -234,7 +234,7 @@ def _beyond_grid(rows: list[dict[str, Any]]) -> list[str]:
     """Grouped queries and rectangular calls: a line each."""
     body = []
     for row in rows:
-        cells = [row["label"].split(": ", 1)[1]]
+        cells = [_call_of(row)]
         for name in PASSES:
             rates = row.get("tflops", {}).get(name, {})
             ours = [rates[backend] for backend in OURS if backend in rates]
@@ -268,7 +268,7 @@ def _special(rows: list[dict[str, Any]]) -> list[str]:
             times = row.get("ms", {}).get(name, {})
             ours = [times[backend] for backend in OURS if backend in times]
             cells += [f"{min(ours):.3g}" if _has_both(times) else "-", _ratio_cell(times)]
-        body.append([row["label"].split(": ", 1)[1], *cells])
+        body.append([_call_of(row), *cells])
     head = ["call", "forward, ms", "times PyTorch's default", "backward, ms", "times PyTorch's default"]
     lines = ["Masks, biases, dropout and other head dimensions, GPU time.", _table(head, body)] if body else []
     memory = _memory(rows)
@@ -287,9 +287,14 @@ def _special_rows(rows: list[dict[str, Any]]) -> list[str]:
         for row in (row for row in rows if row["case"]["group"] == group):
             times = [row.get("ms", {}).get(name, {}) for name in PASSES]
             times += [row["eager_us"].get(name, {}) for name in ("forward", "training")]
-            body.append([row["label"].split(": ", 1)[1], *(_ratio_cell(found) for found in times)])
+            body.append([_call_of(row), *(_ratio_cell(found) for found in times)])
         lines += [f"**{title[0].upper()}{title[1:]}**", _table(head, body)] if body else []
     return lines
+
+
+def _call_of(row: dict[str, Any]) -> str:
+    """What a row measured, without the group that its label begins with."""
+    return row["label"].split(": ", 1)[1]
 
 
 def _ratio_cell(times: dict[str, float]) -> str:
@@ -338,7 +343,7 @@ def _decode(rows: list[dict[str, Any]]) -> list[str]:
 def _paged(rows: list[dict[str, Any]]) -> list[str]:
     """Pages beside rows of the same keys."""
     body = [
-        [row["label"].split(": ", 1)[1], *(f"{row['us'][name]:g}" for name in ("paged", "contiguous")),
+        [_call_of(row), *(f"{row['us'][name]:g}" for name in ("paged", "contiguous")),
          f"{row['tb_per_s']['paged']:.2f}", f"{row['of_contiguous']:.2f}"]
         for row in rows
     ]  # fmt: skip
@@ -442,7 +447,7 @@ def _batch_invariance(rows: list[dict[str, Any]]) -> list[str]:
 def _deterministic(rows: list[dict[str, Any]]) -> list[str]:
     """What one order of sums costs a backward."""
     body = [
-        [row["label"].partition(": ")[2], *(f"{row['gpu_ms'][name]:.4g}" if name in row["gpu_ms"] else "-"
+        [_call_of(row), *(f"{row['gpu_ms'][name]:.4g}" if name in row["gpu_ms"] else "-"
                                             for name in ("stock", "usual", "ordered")), f"{row['cost']:.2f}"]
         for row in rows
     ]  # fmt: skip
@@ -459,7 +464,7 @@ def _errors(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         ours = row["of_cudnn"].get("cuda", {})
         cells = [f"{kinds['rms']:.2f} ({kinds['largest']:.2f})" for kinds in ours.values()] or ["-"] * 4
-        body.append([row["label"].partition(": ")[2], *cells])
+        body.append([_call_of(row), *cells])
     text = (
         "Errors against float64 of the `cuda` backend, divided by those of PyTorch's cuDNN on the same inputs: root "
         "mean squares, and in brackets the largest."

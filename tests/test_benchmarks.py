@@ -646,6 +646,15 @@ def test_what_deterministic_mode_costs(tmp_path):
     assert "| backward | PyTorch | ours | ours, deterministic | cost |" in report.details(tmp_path)
 
 
+def test_what_there_was_no_time_for_is_named(tmp_path):
+    path = tmp_path / "results.json"
+    arguments = ["--device", "cpu", "--smoke", "--out", str(path), "--only", "pages of 16"]
+    assert paged.main([*arguments, "--budget", "0"]) == 0
+    data = json.loads(path.read_text())
+    assert data["rows"] == [] and not data["complete"]
+    assert data["not_measured"] == [case.label for case in paged.all_cases(smoke=True)]
+
+
 def test_results_of_some_cases_do_not_take_the_place_of_all():
     def name(*options):
         arguments = harness.parser("", 1).parse_args(options)
