@@ -83,6 +83,11 @@ def candidates(head_dim: int, deterministic: bool, head_dim_v: int | None = None
     return listed
 
 
+def head_dims(head_dim: int, value: int) -> str:
+    """As printed, and as `Problem.parse` reads them."""
+    return f"{head_dim}v{value}" if value else f"{head_dim}"
+
+
 class Problem(NamedTuple):
     """A row of what is timed: TOKENS in all, `group` query heads for each key head."""
 
@@ -101,8 +106,8 @@ class Problem(NamedTuple):
     def parse(cls, text: str) -> Problem:
         """Of head_dim:length or head_dim, "v", the value's, "c" for causal, "/query heads of a key head"."""
         text, _, group = text.partition("/")
-        head_dims, length = text.removesuffix("c").split(":")
-        head_dim, _, value = head_dims.partition("v")
+        sizes, length = text.removesuffix("c").split(":")
+        head_dim, _, value = sizes.partition("v")
         return cls(int(head_dim), int(length), text.endswith("c"), int(group or 1), int(value or 0))
 
     @property
@@ -128,9 +133,8 @@ class Problem(NamedTuple):
     @property
     def name(self) -> str:
         """As printed."""
-        heads = f" of {self.group} heads" * (self.group > 1)
-        head_dims = f"{self.head_dim}v{self.value}" if self.value else f"{self.head_dim}"
-        return f"D={head_dims} S={self.seqlen} {'causal' if self.is_causal else 'full'}{heads}"
+        mask, heads = "causal" if self.is_causal else "full", f" of {self.group} heads" * (self.group > 1)
+        return f"D={head_dims(self.head_dim, self.value)} S={self.seqlen} {mask}{heads}"
 
 
 def name_of(tile: BackwardTile) -> str:
@@ -159,8 +163,7 @@ class Candidate:
     def name(self) -> str:
         """With its problem's head_dim and mask."""
         mask, mode = "causal" if self.is_causal else "full", ", deterministic" if self.deterministic else ""
-        head_dims = f"{self.head_dim}v{self.value}" if self.value else f"{self.head_dim}"
-        return f"D={head_dims} {mask}{mode} {name_of(self.tile)}"
+        return f"D={head_dims(self.head_dim, self.value)} {mask}{mode} {name_of(self.tile)}"
 
     @property
     def specialisation(self) -> backward.Specialisation:

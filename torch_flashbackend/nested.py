@@ -154,10 +154,10 @@ def _are_as_long(call: packed.Call, query: Tensor, key: Tensor) -> bool:
     Not asked for where one sequence's result must not depend on the others.
     """
     return (
-        _torch.jagged_extremes(query) == (call.max_q, call.max_q)
-        and _torch.jagged_extremes(key) == (call.max_k, call.max_k)
-        and call.query.size(0) == call.sequences * call.max_q
+        call.query.size(0) == call.sequences * call.max_q
         and call.key.size(0) == call.sequences * call.max_k
+        and _torch.jagged_extremes(query) == (call.max_q, call.max_q)
+        and _torch.jagged_extremes(key) == (call.max_k, call.max_k)
         and not is_batch_invariant()
     )
 
@@ -206,9 +206,8 @@ class _Dense(NamedTuple):
         """For a call whose sequences are as long as its longest, of queries and of keys."""
         from . import varlen
 
-        arguments = call.arguments()
-        backend = varlen.backend_for(call.query, call.key, call.value, *arguments)
-        return cls(call.sequences, call.right == 0, arguments[7], backend)
+        backend = varlen.backend_for(call.query, call.key, call.value, *call.arguments())
+        return cls(call.sequences, call.right == 0, call.softmax_scale, backend)
 
     def _as_rank_4(self, rows: Tensor) -> Tensor:
         return rows.unflatten(0, (self.sequences, -1)).transpose(1, 2)

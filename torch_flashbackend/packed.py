@@ -58,12 +58,16 @@ class Call:
             return self.cu_seqlens_q.size(0) - 1
         return self.query.size(0) // max(self.max_q, 1)
 
+    @property
+    def softmax_scale(self) -> float:
+        """`scale`, or the usual one."""
+        return reference.default_scale(self.query.size(2)) if self.scale is None else self.scale
+
     def arguments(self) -> tuple[Any, ...]:
         """Those of the operators after value."""
-        scale = reference.default_scale(self.query.size(2)) if self.scale is None else self.scale
         return (
-            self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k, None, None, self.max_q, self.max_k, scale, self.left,
-            self.right, self.bottom_right, 0.0,
+            self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k, None, None, self.max_q, self.max_k,
+            self.softmax_scale, self.left, self.right, self.bottom_right, 0.0,
         )  # fmt: skip
 
 

@@ -81,6 +81,17 @@ class _Frame:
             config.stream = stream
 
 
+def _frame_for(stream: int, frames: list[_Frame], launches: Launches) -> _Frame:
+    """One of those that are not in use, or a new one."""
+    try:
+        frame = frames.pop()
+    except IndexError:
+        frame = _Frame(launches)
+    if frame.stream != stream:
+        frame.set_stream(stream)
+    return frame
+
+
 def _launch_again(frame: _Frame, name: str, device_index: int) -> None:
     """What has failed, now with a context and an error's words where that is what it takes."""
     number = [launched for launched, _ in frame.launches].index(name)
@@ -130,12 +141,7 @@ def forward(
         map_3, map_4 = value_map(value.data_ptr()), out_map(out_at)
         stream = current_stream(index)
         counters = driver.counters(index, stream) if has_counters else 0
-        try:
-            frame = frames.pop()
-        except IndexError:
-            frame = _Frame(launches)
-        if frame.stream != stream:
-            frame.set_stream(stream)
+        frame = _frame_for(stream, frames, launches)
         pack(
             frame.memory, 0, map_1[0], map_2[0], map_3[0], map_4[0], frame.params_at, out_at, logsumexp_at, counters
         )  # fmt: skip
@@ -213,12 +219,7 @@ def backward(
         map_1, map_2, map_3 = query_map(query_at), key_map(key_at), value_map(value_at)
         map_4 = grad_out_map(grad_out_at)
         map_5, map_6 = grad_key_map(grad_key.data_ptr()), grad_value_map(grad_value.data_ptr())
-        try:
-            frame = frames.pop()
-        except IndexError:
-            frame = _Frame(launches)
-        if frame.stream != stream:
-            frame.set_stream(stream)
+        frame = _frame_for(stream, frames, launches)
         pack(
             frame.memory, 0, map_1[0], map_2[0], map_3[0], map_4[0], map_5[0], map_6[0], frame.params_at, out_at,
             grad_out_at, logsumexp.data_ptr(), grad_query_at, grad_query_at if statistics_in_gradient else start,

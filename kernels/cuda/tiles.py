@@ -83,6 +83,11 @@ def choose(
     return larger.tile if larger and rows_in_turn(larger.tile) <= larger.gain * rows_in_turn(usual) else usual
 
 
+# What warpgroups exchange their rows in. The second is as large as the usual one.
+_ROTATED = Tile(256, 64, stages=8, q_stages=3, ping_pong=False, rotate=True)
+_SHORT_LISTS = Tile(128, 64, stages=5, q_stages=2, ping_pong=False, rotate=True, short_lists=True)
+
+
 def _larger(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int) -> LargerTile | None:
     """What does better than the usual tile where there are query tiles enough, at the lengths that were measured.
 
@@ -94,14 +99,12 @@ def _larger(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int) -> L
     if seqlen_k <= 256:
         return _one_tile(head_dim, head_dim_v, is_causal, seqlen_k)
     if head_dim == head_dim_v == 128 and is_causal and seqlen_k <= 1024:
-        # As large as the usual one.
-        tile = Tile(128, 64, stages=5, q_stages=2, ping_pong=False, rotate=True, short_lists=True)
-        return LargerTile(tile, 1.0)
+        return LargerTile(_SHORT_LISTS, 1.0)
     if seqlen_k < 512:
         return None
     if largest == 64:
         if is_causal:
-            return LargerTile(Tile(256, 64, stages=8, q_stages=3, ping_pong=False, rotate=True), 1.15)
+            return LargerTile(_ROTATED, 1.15)
         return LargerTile(Tile(256, 64, stages=8, q_stages=2), 1.04) if seqlen_k <= 8192 else None
     if largest == 80 and head_dim_v <= 72:
         tile = Tile(256, 64, stages=4, q_stages=1, ping_pong=False, rotate=is_causal, exact_value=True)
@@ -115,13 +118,10 @@ def _larger(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int) -> L
 def _one_tile(head_dim: int, head_dim_v: int, is_causal: bool, seqlen_k: int) -> LargerTile | None:
     """The same where all queries of a head may be one tile: images' patches, short texts."""
     if max(head_dim, head_dim_v) == 64 and seqlen_k > 128:
-        if is_causal:
-            return LargerTile(Tile(256, 64, stages=8, q_stages=3, ping_pong=False, rotate=True), 1.0)
-        return LargerTile(Tile(256, 64, stages=8, q_stages=3), 1.0)
+        return LargerTile(_ROTATED if is_causal else Tile(256, 64, stages=8, q_stages=3), 1.0)
     if head_dim == head_dim_v == 128 and is_causal:
-        if seqlen_k > 128:
-            return LargerTile(Tile(128, 64, stages=5, q_stages=2, ping_pong=False, rotate=True, short_lists=True), 1.0)
-        return LargerTile(Tile(128, 64, stages=4, q_stages=3, ping_pong=False), 1.0)
+        one = Tile(128, 64, stages=4, q_stages=3, ping_pong=False)
+        return LargerTile(_SHORT_LISTS if seqlen_k > 128 else one, 1.0)
     return None
 
 
