@@ -149,8 +149,7 @@ __device__ __forceinline__ void for_each_item(int number, const BackwardParams& 
       if (alone) {
         barrier_arrive(shared.work_empty(place.stage));
       } else {
-        __syncwarp();
-        warp_arrive(shared.work_empty(place.stage));
+        warp_arrive_together(shared.work_empty(place.stage));
       }
       if (what < 0) return;
       if (!alone) {
@@ -368,8 +367,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     for (int i = 0; i < PIECE_COLUMNS / 8; ++i)
       if (i < piece.groups) store_four(address + i * 128 * 16, columns + 4 * i);
     store_fence();
-    __syncwarp();
-    warp_arrive(shared.staged(warpgroup), lane);
+    warp_arrive_together(shared.staged(warpgroup), lane);
   };
   // DIRECT: the query head of the tile before.
   [[maybe_unused]] int head_before = work.kv_head * (params.num_heads / params.num_kv_heads);
@@ -520,8 +518,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       write_grad_scores(grad_scores_tile + rows, grad_scores, warp_row);
       if (last_part) {
         store_fence();
-        __syncwarp();
-        warp_arrive(shared.ds_full(s.stage), lane);
+        warp_arrive_together(shared.ds_full(s.stage), lane);
       } else {
         begin_grads(q.stage, part + 1);
       }
@@ -618,8 +615,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
     }
     stage_rows<HEAD_DIM>(grad_key, params.softmax_scale, shared.grad_key(), warp_row);
     store_fence();
-    __syncwarp();
-    warp_arrive(shared.grads_staged(), lane);
+    warp_arrive_together(shared.grads_staged(), lane);
     return;
   }
   // The gradients leave through the places of the keys and values, which all have read.
@@ -656,15 +652,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     const __grid_constant__ TensorMap mask_map,
 #endif
     const __grid_constant__ BackwardParams params) {
-  // The swizzle counts from multiples of 1024 bytes.
-  extern __shared__ __align__(1024) uint8_t memory[];
-  const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
-  if (shared.key % 1024) __trap();
+  const Shared shared(tile_memory());
   if (threadIdx.x == 0) {
-    prefetch_map(query_map);
-    prefetch_map(key_map);
-    prefetch_map(value_map);
-    prefetch_map(grad_out_map);
+    prefetch_maps(query_map, key_map, value_map, grad_out_map);
     if (!PERSISTENT) take_ticket(shared.ticket, params);
     barrier_init(shared.k_full(), 1);
     barrier_init(shared.v_full(), 1);

@@ -98,7 +98,6 @@ __device__ __forceinline__ void add_values(float (&scores)[STEP_M / 2], const Sh
     }
     add_pairs(scores, i, pairs, statistics, softmax_scale);
   }
-  __syncwarp();
-  warp_arrive(shared.values_empty(), lane);
+  warp_arrive_together(shared.values_empty(), lane);
   if (!MASK_PER_KEY) hide_queries_past(scores, statistics);
 }

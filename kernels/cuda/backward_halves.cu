@@ -211,8 +211,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       barrier_wait(shared.ds_empty(half), s.phase ^ 1);
       write_grad_scores(shared.grad_scores + rows, grad_scores, warp_row);
       store_fence();
-      __syncwarp();
-      warp_arrive(shared.ds_full(half));
+      warp_arrive_together(shared.ds_full(half));
       wgmma_fence();
       accumulate_product<HEAD_DIM>(grad_key, grad_scores, shared.query + rows);
       wgmma_commit();
@@ -288,15 +287,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap grad_out_map,
     const __grid_constant__ TensorMap grad_key_map, const __grid_constant__ TensorMap grad_value_map,
     const __grid_constant__ BackwardParams params) {
-  // The swizzle counts from multiples of 1024 bytes.
-  extern __shared__ __align__(1024) uint8_t memory[];
-  const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
-  if (shared.key % 1024) __trap();
+  const Shared shared(tile_memory());
   if (threadIdx.x == 0) {
-    prefetch_map(query_map);
-    prefetch_map(key_map);
-    prefetch_map(value_map);
-    prefetch_map(grad_out_map);
+    prefetch_maps(query_map, key_map, value_map, grad_out_map);
     barrier_init(shared.k_full(), 1);
     barrier_init(shared.v_full(), 1);
     // Halves are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.

@@ -79,11 +79,6 @@ struct Shared {
   __device__ uint32_t other_k_full() const { return ds_full(3 * DS_STAGES); }
 };
 
-// Once all lanes have done what the barrier stands for.
-__device__ __forceinline__ void release_together(uint32_t barrier) {
-  __syncwarp();
-  warp_arrive(barrier);
-}
 __device__ __forceinline__ void warp_arrive_remote(uint32_t barrier) {
   if (EVERY_LANE_ARRIVES || threadIdx.x % 32 == 0) barrier_arrive_remote(map_to_rank(barrier, rank_in_pair() ^ 1));
 }
@@ -207,7 +202,7 @@ __device__ __forceinline__ void consume_scores(const TensorMap& grad_value_map, 
     p_phase ^= 1;
 #pragma unroll
     for (int group = 0; group < BLOCK_M / 8; ++group) store_four(handed_over(shared, group), scores + 4 * group);
-    release_together(shared.p_full());
+    warp_arrive_together(shared.p_full());
     uint32_t probabilities[BLOCK_M / 4];
     pack_all(probabilities, scores);
     const auto before = d;
@@ -312,11 +307,11 @@ __device__ __forceinline__ void consume_gradients(const TensorMap& grad_key_map,
     }
     uint32_t grad_scores[BLOCK_M / 4];
     pack_all(grad_scores, grads);
-    release_together(shared.p_empty());
+    warp_arrive_together(shared.p_empty());
     barrier_wait(shared.ds_empty(s.stage), s.phase ^ 1);
     write_grad_scores(shared.grad_scores + s.stage * DS_BYTES, grad_scores, warp_row);
     store_fence();
-    release_together(shared.ds_full(s.stage));
+    warp_arrive_together(shared.ds_full(s.stage));
     s.advance();
     wgmma_fence();
     accumulate_product<HEAD_DIM>(grad_key, grad_scores, shared.query + q.stage * Q_BYTES);
@@ -478,15 +473,9 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
     const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap grad_out_map,
     const __grid_constant__ TensorMap grad_key_map, const __grid_constant__ TensorMap grad_value_map,
     const __grid_constant__ BackwardParams params) {
-  // The swizzle counts from multiples of 1024 bytes.
-  extern __shared__ __align__(1024) uint8_t memory[];
-  const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
-  if (shared.key % 1024) __trap();
+  const Shared shared(tile_memory());
   if (threadIdx.x == 0) {
-    prefetch_map(query_map);
-    prefetch_map(key_map);
-    prefetch_map(value_map);
-    prefetch_map(grad_out_map);
+    prefetch_maps(query_map, key_map, value_map, grad_out_map);
     take_ticket(shared.ticket, params);
     barrier_init(shared.k_full(), 1);
     barrier_init(shared.v_full(), 1);

@@ -48,6 +48,11 @@ constexpr int WARP_ARRIVALS = EVERY_LANE_ARRIVES ? 32 : 1;
 __device__ __forceinline__ void warp_arrive(uint32_t barrier, int lane = threadIdx.x % 32) {
   if (EVERY_LANE_ARRIVES || lane == 0) barrier_arrive(barrier);
 }
+// The same of lanes that have yet to meet.
+__device__ __forceinline__ void warp_arrive_together(uint32_t barrier, int lane = threadIdx.x % 32) {
+  __syncwarp();
+  warp_arrive(barrier, lane);
+}
 
 // Waits until the phase with this parity has completed.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {

@@ -324,8 +324,7 @@ __device__ __forceinline__ void consume(const BiasParams& params, const Shared& 
       bias.write(result, group);
     }
     store_fence();
-    __syncwarp();
-    warp_arrive(shared.staged(warpgroup));
+    warp_arrive_together(shared.staged(warpgroup));
   }
 }
 
@@ -334,16 +333,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bias_gradient(
     const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap grad_out_map,
     const __grid_constant__ TensorMap bias_map, const __grid_constant__ TensorMap grad_map,
     const __grid_constant__ BiasParams params) {
-  // The swizzle counts from multiples of 1024 bytes.
-  extern __shared__ __align__(1024) uint8_t memory[];
-  const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
-  if (shared.stages % 1024) __trap();
+  const Shared shared(tile_memory());
   if (threadIdx.x == 0) {
-    prefetch_map(query_map);
-    prefetch_map(key_map);
-    prefetch_map(value_map);
-    prefetch_map(grad_out_map);
-    prefetch_map(bias_map);
+    prefetch_maps(query_map, key_map, value_map, grad_out_map, bias_map);
     // Stages are filled by an arrival for each of two copies and their bytes, and emptied by one of each consumer warp.
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(shared.full(stage), 2);

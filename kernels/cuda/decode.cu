@@ -278,11 +278,6 @@ struct Softmax {
   }
 };
 
-__device__ __forceinline__ void release(uint32_t barrier) {
-  __syncwarp();
-  warp_arrive(barrier);
-}
-
 // The loop of one consumer warp over tiles first to last - 1; leaves its result where the rings were.
 __device__ __forceinline__ void consume(const Rows& rows, const Shared& shared, const Part& part, int first, int last) {
   const DecodeParams& params = rows.params;
@@ -297,7 +292,7 @@ __device__ __forceinline__ void consume(const Rows& rows, const Shared& shared, 
     float scores[KEYS / 2];
     barrier_wait(shared.k_full(k.stage), k.phase);
     multiply_keys(scores, query, shared.key + k.stage * K_BYTES, part);
-    release(shared.k_empty(k.stage));
+    warp_arrive_together(shared.k_empty(k.stage));
     k.advance();
     if ((tile + 1) * BLOCK_N > params.seqlen_k) {
       const int left = params.seqlen_k - tile * BLOCK_N - part.first_key - part.column();
@@ -308,7 +303,7 @@ __device__ __forceinline__ void consume(const Rows& rows, const Shared& shared, 
     softmax.update(scores, out, params.softmax_scale_log2);
     barrier_wait(shared.v_full(v.stage), v.phase);
     multiply_values(out, scores, shared.value + v.stage * V_BYTES, part);
-    release(shared.v_empty(v.stage));
+    warp_arrive_together(shared.v_empty(v.stage));
     v.advance();
   }
 
@@ -402,10 +397,7 @@ __device__ __forceinline__ void merge_blocks(const Share& share, const Shared& s
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(
     const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
     const __grid_constant__ DecodeParams params) {
-  // The swizzle counts from multiples of 1024 bytes.
-  extern __shared__ __align__(1024) uint8_t memory[];
-  const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
-  if (shared.key % 1024) __trap();
+  const Shared shared(tile_memory());
   // The grid: (one cluster of splits; key heads; batches).
   const int splits = params.splits, rank = cluster_rank();
   const Rows rows{params, (int)blockIdx.z, (int)blockIdx.y};

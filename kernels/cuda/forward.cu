@@ -697,8 +697,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
       rescale_out(rescale);
     }
     pack_probabilities();
-    __syncwarp();  // all lanes have read keys and mask
-    warp_arrive(shared.k_empty(k.stage));
+    warp_arrive_together(shared.k_empty(k.stage));  // all lanes have read keys and mask
     release_bias();
     k.advance();
   };
@@ -791,8 +790,7 @@ __device__ __forceinline__ void consume(const ForwardParams& params, const Share
         stage_out(out, inverse, shared.query + q_stage * Q_BYTES, row_of_warp(share));
       else
         store_out(out, inverse, tile, tile.first_row + row_of_thread(share), params);
-      __syncwarp();
-      warp_arrive(shared.out_full(q_stage));
+      warp_arrive_together(shared.out_full(q_stage));
       warp_arrive(shared.q_empty(q_stage));
     } else {
       store_out(out, inverse, tile, tile.first_row + row_of_thread(share), params);
@@ -856,15 +854,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward(const __g
 #if !BIAS_BYTES
   const TensorMap& bias_map = query_map;  // unused
 #endif
-  // The swizzle counts from multiples of 1024 bytes.
-  extern __shared__ __align__(1024) uint8_t memory[];
-  const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
-  if (shared.query % 1024) __trap();
+  const Shared shared(tile_memory());
   if (threadIdx.x == 0) {
-    prefetch_map(query_map);
-    prefetch_map(key_map);
-    prefetch_map(value_map);
-    prefetch_map(out_map);
+    prefetch_maps(query_map, key_map, value_map, out_map);
     // Stages are filled by one arrival and the copy's bytes, and emptied by one arrival of each consumer warp.
     for (int stage = 0; stage < Q_STAGES; ++stage) {
       barrier_init(shared.q_full(stage), 1);

@@ -340,14 +340,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_forward_wide(cons
                                                                             const __grid_constant__ TensorMap key_map,
                                                                             const __grid_constant__ TensorMap value_map,
                                                                             const __grid_constant__ WideParams params) {
-  // The swizzle counts from multiples of 1024 bytes.
-  extern __shared__ __align__(1024) uint8_t memory[];
-  const Shared shared((uint32_t)__cvta_generic_to_shared(memory));
-  if (shared.stages % 1024) __trap();
+  const Shared shared(tile_memory());
   if (threadIdx.x == 0) {
-    prefetch_map(query_map);
-    prefetch_map(key_map);
-    prefetch_map(value_map);
+    prefetch_maps(query_map, key_map, value_map);
     // Stages are filled by one arrival and the copies' bytes, and emptied by one arrival of each warp of the warpgroup
     // that reads them.
     for (int index = 0; index < 2 * STAGES; ++index) {

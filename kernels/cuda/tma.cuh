@@ -10,6 +10,19 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+template <class... Maps>
+__device__ __forceinline__ void prefetch_maps(const Maps&... maps) {
+  (prefetch_map(maps), ...);
+}
+
+// Where a block's dynamic shared memory begins, with its tiles: their swizzle counts from multiples of 1024 bytes.
+__device__ __forceinline__ uint32_t tile_memory() {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const uint32_t start = (uint32_t)__cvta_generic_to_shared(memory);
+  if (start % 1024) __trap();
+  return start;
+}
+
 __device__ __forceinline__ void load_box(const TensorMap& map, uint32_t destination, uint32_t barrier, int column,
                                          int row, int head, int batch) {
   asm volatile(
