@@ -22,7 +22,7 @@ from torch import Tensor
 
 import torch_flashbackend as plugin
 from torch_flashbackend import kv_cache, ops
-from torch_flashbackend.kernels.cuda import decode_tiles, sources
+from torch_flashbackend.kernels.cuda import decode_tiles, sources, tiles
 
 LENGTHS = ((200, 333), (65, 64), (700, 64))
 
@@ -60,14 +60,13 @@ def attend(
     *,
     backend: str = "cuda",
     trains: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
     **options: object,
 ) -> None:
     """Two query heads share a key head. Gradients of a float mask too, if it asks for them."""
     seqlen_q, seqlen_k = lengths
-    query = torch.randn(2, 2, seqlen_q, head_dim, device="cuda", dtype=dtype, requires_grad=trains)
+    query = torch.randn(2, 2, seqlen_q, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=trains)
     key, value = (
-        torch.randn(2, 1, seqlen_k, size, device="cuda", dtype=dtype, requires_grad=trains)
+        torch.randn(2, 1, seqlen_k, size, device="cuda", dtype=torch.bfloat16, requires_grad=trains)
         for size in (head_dim, head_dim_v or head_dim)
     )
     with plugin.sdpa_backend(backend):
@@ -76,6 +75,13 @@ def attend(
         if trains:
             inputs = [query, key, value, *([mask] if mask is not None and mask.requires_grad else [])]
             check(*torch.autograd.grad(out, inputs, torch.randn_like(out)))
+
+
+def attend_all(head_dim: int, head_dim_v: int | None = None, *, trains: bool = True) -> None:
+    """Plain calls of all lengths, causal and not."""
+    for lengths in LENGTHS:
+        for is_causal in (False, True):
+            attend(lengths, head_dim, head_dim_v, trains=trains, is_causal=is_causal)
 
 
 @contextlib.contextmanager
@@ -94,12 +100,12 @@ def bool_masks(seqlen_q: int, seqlen_k: int) -> Iterator[Tensor]:
         yield mask
 
 
-def biases(seqlen_q: int, seqlen_k: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[Tensor]:
+def biases(seqlen_q: int, seqlen_k: int) -> Iterator[Tensor]:
     """Of rows that begin at multiples of 16 bytes, as the copy engine wants, with nothing behind the last one."""
-    pitch = -(-seqlen_k // 8) * 8
+    pitch = tiles.round_up(seqlen_k, 8)
     for batch, heads, rows in ((1, 2, seqlen_q), (2, 1, 1)):
-        strides = (heads * rows * pitch, rows * pitch, pitch, 1)
-        yield torch.empty_strided((batch, heads, rows, seqlen_k), strides, device="cuda", dtype=dtype).normal_()
+        shape, strides = (batch, heads, rows, seqlen_k), (heads * rows * pitch, rows * pitch, pitch, 1)
+        yield torch.empty_strided(shape, strides, device="cuda", dtype=torch.bfloat16).normal_()
 
 
 def add_dense(head_dim: int, head_dim_v: int | None = None) -> None:
@@ -107,25 +113,19 @@ def add_dense(head_dim: int, head_dim_v: int | None = None) -> None:
 
     @program(f"forward {name}", "flash_forward_wide" if head_dim > 256 else "flash_forward")
     def _() -> None:
-        for lengths in LENGTHS:
-            for is_causal in (False, True):
-                attend(lengths, head_dim, head_dim_v, trains=False, is_causal=is_causal)
+        attend_all(head_dim, head_dim_v, trains=False)
 
     if head_dim > 256:
         return
 
     @program(f"backward {name}", "flash_backward")
     def _() -> None:
-        for lengths in LENGTHS:
-            for is_causal in (False, True):
-                attend(lengths, head_dim, head_dim_v, is_causal=is_causal)
+        attend_all(head_dim, head_dim_v)
 
     @program(f"deterministic backward {name}", "flash_backward")
     def _() -> None:
         with deterministic():
-            for lengths in LENGTHS:
-                for is_causal in (False, True):
-                    attend(lengths, head_dim, head_dim_v, is_causal=is_causal)
+            attend_all(head_dim, head_dim_v)
 
 
 for sizes in ((64,), (128,), (160,), (192, 128), (256,), (512,)):
@@ -136,9 +136,7 @@ def add_form(form: str, head_dim: int) -> None:
     @program(f"backward {head_dim} {form}", "flash_backward")
     def _() -> None:
         use_form(SimpleNamespace(setattr=setattr), **FORMS[form])
-        for lengths in LENGTHS:
-            for is_causal in (False, True):
-                attend(lengths, head_dim, is_causal=is_causal)
+        attend_all(head_dim)
 
 
 for form in FORMS:

@@ -41,6 +41,11 @@ def run(name: str, tool: str) -> list[str]:
     return [line.strip("= ") for line in done.stdout.splitlines() if line.startswith("=========")]
 
 
+def expect_no_errors(lines: list[str]) -> None:
+    """By the summary that memcheck, synccheck and initcheck end with."""
+    assert "ERROR SUMMARY: 0 errors" in lines, "\n".join(lines[:40])
+
+
 def races(lines: list[str]) -> list[str]:
     """What racecheck reports, each with the accesses that it names, but for what is harmless."""
     found = "\n".join(lines).split("Error: ")[1:]
@@ -55,14 +60,12 @@ def sides(report: str) -> list[str]:
 
 @pytest.mark.parametrize("name", sanitized.PROGRAMS)
 def test_memcheck_finds_nothing(name):
-    lines = run(name, "memcheck")
-    assert "ERROR SUMMARY: 0 errors" in lines, "\n".join(lines[:40])
+    expect_no_errors(run(name, "memcheck"))
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_synccheck_finds_nothing(name):
-    lines = run(name, "synccheck")
-    assert "ERROR SUMMARY: 0 errors" in lines, "\n".join(lines[:40])
+    expect_no_errors(run(name, "synccheck"))
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -75,5 +78,4 @@ def test_racecheck_finds_nothing(name):
 @pytest.mark.parametrize("name", [name for name in OURS if name.startswith("forward")])
 def test_initcheck_finds_nothing(name):
     """Of the forward alone: to initcheck, what the copy engine has stored was never written, an output say."""
-    lines = run(name, "initcheck")
-    assert "ERROR SUMMARY: 0 errors" in lines, "\n".join(lines[:40])
+    expect_no_errors(run(name, "initcheck"))
