@@ -33,7 +33,11 @@ def cases() -> list[Case]:
         for length in (512, 1024, 2048, 4096, 8192, 16384)
         for causal in (True, False)
     ]
-    found += [Case("deterministic", 4, 10, 4096, 4096, 192, head_dim_v=v, causal=True) for v in (192, 128)]
+    found += [
+        Case("deterministic", 4, 10, 4096, 4096, head_dim, head_dim_v=head_dim_v, causal=causal)
+        for head_dim, head_dim_v in ((96, 96), (160, 160), (192, 192), (192, 128))
+        for causal in (True, False)
+    ]
     return [*found, Case("deterministic", 2, 32, 8192, 8192, 128, kv_heads=8, causal=True)]
 
 

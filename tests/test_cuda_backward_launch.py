@@ -100,7 +100,7 @@ def test_parameters_of_the_launches(cuda, head_dim, seqlen_q, deterministic):
     padded = 80 if head_dim == 72 else 256
     # Two query heads share a key head. Short calls: a block for each of the 10 multiprocessors.
     tile = tiles.choose_backward(padded, padded, True, 2 * seqlen_q, deterministic)
-    assert tile.persistent == (head_dim == 72 and seqlen_q == 300 and not deterministic)
+    assert tile.persistent == (head_dim == 72 and seqlen_q == 300)
     q_tiles, k_tiles = math.ceil(seqlen_q / tile.block_m), math.ceil(500 / tile.block_n)
     threads = 512 if head_dim > 128 else 128 * (tile.block_n // 64 + 1)
     grids, blocks = [launch[0] for launch in cuda.launches], [launch[1] for launch in cuda.launches]
@@ -245,10 +245,16 @@ def test_the_table_of_dense_calls():
         assert tiles.choose_backward(*dims, True, 1 << 12, False).block_n == 128
     for dims in ((176, 176), (192, 192), (144, 128), (192, 144)):
         assert tiles.choose_backward(*dims, True, 1 << 12, False).block_n == 64
-    for head_dim in (64, 128, 256):
-        for is_causal in (False, True):
-            assert flags(head_dim, is_causal, 1 << 12, deterministic=True) == set()
+    for is_causal in (False, True):
+        for head_dim in (64, 128, 256):
             assert flags(head_dim, is_causal, 1 << 12, head_dim_v=32) == set()
+        for rows in (1 << 8, 1 << 16):
+            for head_dim in (64, 128):
+                assert flags(head_dim, is_causal, rows, deterministic=True) == {"persistent"}
+            for head_dim in (176, 192, 256):
+                assert flags(head_dim, is_causal, rows, deterministic=True) == {"paired"}
+            assert flags(192, is_causal, rows, deterministic=True, head_dim_v=64) == set()
+            assert tiles.choose_backward(160, 160, is_causal, rows, True) == tiles.IN_HALVES
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (136, 136), (160, 160)])
@@ -274,14 +280,22 @@ def test_query_tiles_that_arrive_in_halves(cuda, monkeypatch, head_dim, head_dim
     assert cuda.workspace == 8 * 3 * 128 * (math.ceil(head_dim / 16) * 16)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_fixed_order_and_no_gradient_of_the_query_need_the_kernel_with_roles(cuda, monkeypatch, deterministic):
+def test_without_a_gradient_of_the_query_the_kernel_with_roles_runs(cuda, monkeypatch):
     monkeypatch.setattr(tiles, "choose_backward", TABLE_OF_DENSE_CALLS)
     listed = tensors(head_dim=192, head_dim_v=128)
-    if not deterministic:
-        listed[6] = None
-    run(listed, deterministic=deterministic)
+    listed[6] = None
+    run(listed)
     assert cuda.compiled[-1].defines["BLOCK_N"] == 64 and cuda.launches[1][1] == [512, 1, 1]
+
+
+@pytest.mark.parametrize(("head_dim", "padded"), [(168, 208), (192, 208), (216, 224)])
+def test_a_fixed_order_at_large_head_dimensions_is_that_of_pairs_of_blocks(cuda, monkeypatch, head_dim, padded):
+    monkeypatch.setattr(tiles, "choose_backward", TABLE_OF_DENSE_CALLS)
+    run(tensors(head_dim=head_dim, seqlen_q=300), deterministic=True)
+    defines, params = cuda.compiled[-1].defines, params_of(cuda, 1)[1]
+    assert (defines["PAIRED"], defines["HEAD_DIM"], defines["HEAD_DIM_V"]) == (1, padded, padded)
+    assert (params.head_dim, params.head_dim_v) == (head_dim, head_dim)
+    assert cuda.workspace == 8 * 5 * (64 * padded + 2)  # sums of 5 query tiles of 8 heads, and two semaphores of each
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -309,9 +323,9 @@ def test_the_warm_up_compiles_what_a_call_runs(cuda, monkeypatch, seqlen_q, dete
     assert cuda.compiled[-1].defines == specialisation.defines
 
 
-@pytest.mark.parametrize(("is_causal", "deterministic", "heads"), [(True, False, 1), (False, True, 1), (True, True, 4)])
+@pytest.mark.parametrize(("is_causal", "deterministic", "heads"), [(True, False, 1), (False, True, 1), (True, True, 2)])
 def test_causal_blocks_that_wait_for_one_another_are_of_many_heads(cuda, is_causal, deterministic, heads):
-    """The gradients of a head of this length fill L2 for themselves."""
+    """The gradients of a head of this length fill L2 for themselves; there are 10 multiprocessors."""
     run(tensors(heads=4, kv_heads=4, seqlen_q=1 << 17, seqlen_k=1 << 17), is_causal, deterministic=deterministic)
     assert params_of(cuda, 1)[1].heads_per_group == heads
 

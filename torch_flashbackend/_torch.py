@@ -509,15 +509,11 @@ def allocator(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch
     shape and strides: plain tuples, no torch.Size.
 
     No dispatch mode sees what it makes: see `unobserved`. The allocation that Inductor's generated code makes, without
-    the dispatcher: 1 µs, where torch.empty with a dtype and a device takes 4. If the name goes, torch.empty_strided
-    does it; so too where torch fills new memory with NaN, and on another device than the current one.
+    the dispatcher: 1 µs, where torch.empty with a dtype and a device takes 4, and without the NaNs that torch.empty
+    writes in deterministic mode: kernels write all of it. If the name goes, torch.empty_strided does it; so too on
+    another device than the current one.
     """
-    if (
-        _empty_strided_cuda is not None
-        and like.is_cuda
-        and _current_device() == like.get_device()
-        and not deterministic_enabled()
-    ):
+    if _empty_strided_cuda is not None and like.is_cuda and _current_device() == like.get_device():
         return _empty_strided_cuda
     device = like.device
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -525,7 +521,7 @@ def allocator(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch
 
 def empty_here(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`allocator` for memory of one dimension on the current device, which `device` is."""
-    if _empty_strided_cuda is not None and device.type == "cuda" and not deterministic_enabled():
+    if _empty_strided_cuda is not None and device.type == "cuda":
         return _empty_strided_cuda((size,), (1,), dtype)
     return torch.empty((size,), dtype=dtype, device=device)
 

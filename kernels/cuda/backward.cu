@@ -254,7 +254,8 @@ __device__ __forceinline__ void exchange_keys(const TensorMap& key_map, const Te
 __device__ __forceinline__ void store_pieces(const Work& work, const BackwardParams& params, const Shared& shared,
                                              int warpgroup, uint32_t& phase) {
   const Piece piece(warpgroup);
-  const auto semaphore = [&](int number) { return params.semaphores + (int64_t)number * CONSUMERS + warpgroup; };
+  // 32-bit numbers, as blocks are counted, for want of registers.
+  const auto semaphore = [&](int number) { return params.semaphores + ((uint32_t)number * CONSUMERS + warpgroup); };
   int before = -1;
   if (UNSTAGED) return;  // the consumers do it
   for_each_tile(work, params, [&](int, int tile, int number, [[maybe_unused]] int entry) {

@@ -26,7 +26,7 @@ struct BackwardParams {
   void* grad_query;        // [batch, num_heads, seqlen_q, head_dim], last stride 1
   float* statistics;       // [batch * num_heads * q_tiles, STATISTICS, BLOCK_M], but see `statistics_of`
   float* sums;             // [slots, query tiles of a key head, BLOCK_M * HEAD_DIM], in the order of `Piece`
-  int* semaphores;         // IN_ORDER: [batch * num_heads * q_tiles, CONSUMERS], who has added so far
+  int* semaphores;         // IN_ORDER: [batch * num_heads * q_tiles, SEMAPHORES], who has added so far
   int* counters;           // IN_ORDER, PERSISTENT or FUSED: items begun, blocks done; all zero between launches
   int64_t out_stride_batch, out_stride_head, out_stride_row;  // elements
   int64_t grad_out_stride_batch, grad_out_stride_head, grad_out_stride_row;
@@ -55,6 +55,7 @@ constexpr int CONSUMERS = BLOCK_N / 64;
 constexpr int BLOCKS_OF_CLUSTER = PAIRED ? 2 : 1;
 // Whether blocks wait for one another: those waited for have lower numbers, which must have begun.
 constexpr bool IN_ORDER = DETERMINISTIC;
+constexpr int SEMAPHORES = CONSUMERS * BLOCKS_OF_CLUSTER;  // of a query tile
 static_assert(!FUSED || (!IN_ORDER && !MASKED && !DROPOUT && !PACKED));
 static_assert(!PAIRED || (!MASKED && !DROPOUT && !PACKED));
 constexpr int PREPARE_THREADS = 256;
@@ -269,6 +270,25 @@ __device__ __forceinline__ void for_each_tile(const Work& work, const BackwardPa
       visit(head, number - first, number, 0);
 #endif
   }
+}
+
+// DETERMINISTIC, where a warpgroup adds to grad_query's sums from registers: a warp beside it that keeps the order in
+// which blocks add to a query tile, that of their keys. It looks whether the block's turn at a tile has come and hands
+// on the turn at the one before, so that the warpgroup waits for neither. share: whose of SEMAPHORES. Before the
+// warpgroup adds to a tile, it meets the warp at the named barrier `turn_came`; then it arrives at `added`.
+constexpr int ORDER_THREADS = 128 + 32;
+__device__ __forceinline__ void keep_order(const Work& work, const BackwardParams& params, int share, int turn_came,
+                                           int added) {
+  int* before = nullptr;
+  for_each_tile(work, params, [&](int, int, int number, int) {
+    int* const turn = params.semaphores + (int64_t)number * SEMAPHORES + share;
+    if (threadIdx.x % 32 == 0) semaphore_hand_on(before, turn, work.k_tile / BLOCKS_OF_CLUSTER);
+    __syncwarp();
+    named_sync(turn_came, ORDER_THREADS);
+    named_sync(added, ORDER_THREADS);
+    before = turn;
+  });
+  if (threadIdx.x % 32 == 0 && before) semaphore_add(before);
 }
 
 // How many tiles a block works on, those of all query heads of the group together.
@@ -695,7 +715,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) flash_backward_pre
   const QueryTile tile = query_tile_at(tile_from_the_end(), params);
   if (PACKED && (tile.seqlen_q == 0 || !tile.sees_keys)) return;
   prepare_tile<PREPARE_THREADS>(tile, 0, threadIdx.x, params);
-  if (IN_ORDER && threadIdx.x < CONSUMERS) params.semaphores[tile.number * CONSUMERS + threadIdx.x] = 0;
+  if (IN_ORDER && threadIdx.x < SEMAPHORES) params.semaphores[tile.number * SEMAPHORES + threadIdx.x] = 0;
 }
 extern "C" __global__ void __launch_bounds__(128 * CONSUMERS) flash_backward_finish(
     const __grid_constant__ BackwardParams params) {

@@ -273,7 +273,9 @@ def specialise(
     is_plain = can_fuse and not (is_masked or has_dropout or is_packed)
     choose = tiles.choose_backward if is_plain else tiles.choose_backward_usual
     tile = choose(padded, padded_v, is_causal or is_masked, query_rows, deterministic)
-    if is_masked and max(padded, padded_v) > MAX_ORDERED_MASK_HEAD_DIM:
+    if tile.paired:
+        padded, padded_v = max(padded, 208), max(padded_v, 208)  # columns of zeros, where two blocks share four boxes
+    if is_masked and (deterministic or max(padded, padded_v) > MAX_ORDERED_MASK_HEAD_DIM):
         tile = dataclasses.replace(tile, persistent=False)  # registers again
     if has_dropout:
         # dP is dropped before delta is subtracted; persistent blocks have no registers for what stays.
@@ -314,7 +316,7 @@ def _heads_per_group(
     most = max(tiles.L2_BYTES // head_bytes, math.ceil(num_sms / blocks))
     if deterministic and is_causal:
         # Blocks of later keys are shorter, so they catch up with those that they wait for; few run at one time.
-        most = max(most, math.ceil(num_sms / 3))
+        most = max(most, math.ceil(num_sms / 8))
     if key_heads <= most:
         return key_heads
     if not is_causal or 2 * (-key_heads % most) <= most:
@@ -516,7 +518,7 @@ class Plan:
                 slots = min(slots, 4 * heads_per_group)
         sums_at = 0 if self._statistics_in_gradient else tiles.round_up(statistics, 32)
         semaphores_at = sums_at + slots * heads // kv_heads * q_tiles * tile.block_m * spec.head_dim
-        self._workspace_floats = semaphores_at + (all_q_tiles * tile.num_warpgroups if deterministic else 0)
+        self._workspace_floats = semaphores_at + (all_q_tiles * tile.num_warpgroups * cluster if deterministic else 0)
         self._sums_at, self._semaphores_at = 4 * sums_at, 4 * semaphores_at
         self._is_fused = tile.fused
         of_dropout = dropout.params_of(dropout_p) if has_dropout else dropout.DropoutParams()

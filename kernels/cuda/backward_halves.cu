@@ -15,6 +15,8 @@
 // beside the second half; the other one its own beside the first half of the next tile. So the halves of one tile of dS
 // serve in turn.
 //
+// DETERMINISTIC: warps of the loading warpgroup keep the order of what is added (backward.cuh).
+//
 // Shared memory: one key and one value tile, one of query, of grad_out and of dS.
 // Registers: (HEAD_DIM + HEAD_DIM_V) / 2 for the sums; 32 for S or dP; 16 each for P and dS, rounded; 32 for a box of
 // grad_query, when there is no dP.
@@ -25,7 +27,7 @@
 static_assert(BLOCK_M == 128 && BLOCK_N == 128 && CONSUMERS == 2 && SPLIT_ROWS && UNSTAGED && !KEYS_IN_REGISTERS);
 static_assert(Q_STAGES == 1 && DO_STAGES == 1 && DS_STAGES == 1);
 static_assert(!PERSISTENT && !FUSED && !PAIRED && !DIRECT && !MASKED && !DROPOUT && !PACKED);
-static_assert(!DETERMINISTIC && !TURNS && !DELTA_FIRST);
+static_assert(!TURNS && !DELTA_FIRST);
 constexpr int THREADS = 384;
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 
@@ -34,12 +36,12 @@ constexpr int HALF_BOX_BYTES = HALF_ROWS * BOX_ROW_BYTES;
 static_assert(STEP_M == HALF_ROWS, "a step is half of a tile");
 static_assert(CONSUMERS == HALVES, "each warpgroup computes grad_query of one half's rows");
 
-// The named barrier of all consumers.
-constexpr int ALL_CONSUMERS = 1;
+// Named barriers: of all consumers; DETERMINISTIC, of each warpgroup, that its turn has come and that it has added.
+constexpr int ALL_CONSUMERS = 1, TURN_CAME = 2, ADDED = TURN_CAME + CONSUMERS;
 
 // Byte addresses in shared memory.
 struct Shared {
-  uint32_t key, value, query, grad_out, grad_scores, statistics, barriers;
+  uint32_t key, value, query, grad_out, grad_scores, statistics, ticket, barriers;
   __device__ explicit Shared(uint32_t base)
       : key(base),
         value(key + K_BYTES),
@@ -47,7 +49,8 @@ struct Shared {
         grad_out(query + Q_BYTES),
         grad_scores(grad_out + DO_BYTES),
         statistics(grad_scores + DS_BYTES),
-        barriers(statistics + STATISTICS_BYTES) {}
+        ticket(statistics + STATISTICS_BYTES),
+        barriers(ticket + 16) {}
   __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
   __device__ uint32_t k_full() const { return barrier(0); }
   __device__ uint32_t v_full() const { return barrier(1); }
@@ -145,12 +148,14 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   };
   // Adds it to the sums of query tile `number`.
   const auto add_box = [&](const float (&columns)[BOX_COLUMNS / 2], int box, int number) {
+    if (DETERMINISTIC && box == 0) named_sync(TURN_CAME + warpgroup, ORDER_THREADS);
     float* sums = params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM) + Piece(warpgroup).offset +
                   (box * (BOX_COLUMNS / 8) * 128 + threadIdx.x % 128) * 4;
 #pragma unroll
     for (int group = 0; group < BOX_COLUMNS / 8; ++group)
       if (HEAD_DIM % BOX_COLUMNS == 0 || box * BOX_COLUMNS + 8 * group < HEAD_DIM)
         reduce_four(sums + group * 128 * 4, columns + 4 * group);
+    if (DETERMINISTIC && box == BOXES - 1) named_arrive(ADDED + warpgroup, ORDER_THREADS);
   };
 
   int left = work.tiles(params) * (params.num_heads / params.num_kv_heads) * HALVES;
@@ -290,6 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
   const Shared shared(tile_memory());
   if (threadIdx.x == 0) {
     prefetch_maps(query_map, key_map, value_map, grad_out_map);
+    take_ticket(shared.ticket, params);
     barrier_init(shared.k_full(), 1);
     barrier_init(shared.v_full(), 1);
     // Halves are filled by an arrival for each copy and the copies' bytes, and emptied by one of each consumer warp.
@@ -306,10 +312,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     barrier_init_fence();
   }
   __syncthreads();
-  const Work work = work_of(item_at(blockIdx.x, params), params);
+  const Work work = work_of(item_at(block_number(shared.ticket, params), params), params);
   if (threadIdx.x < 128) {
     registers_release<PRODUCER_REGISTERS>();
+    const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) load_tiles(query_map, key_map, value_map, grad_out_map, work, params, shared);
+    if (DETERMINISTIC && 1 <= warp && warp <= CONSUMERS)
+      keep_order(work, params, warp - 1, TURN_CAME + warp - 1, ADDED + warp - 1);
   } else {
     registers_claim<CONSUMER_REGISTERS>();
     consume(grad_key_map, grad_value_map, work, params, shared, uniform(threadIdx.x / 128) - 1);

@@ -19,7 +19,7 @@
 // They run in step: dS of a tile is overwritten once both blocks have used it, of which the arrivals on `ds_empty`
 // tell. Each loads half of the query and grad_out tiles for both, once both have emptied the stage.
 //
-// DIRECT: as there.
+// DIRECT: as there. DETERMINISTIC: a warp of the loading warpgroup keeps the order of what is added (backward.cuh).
 //
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of 64 rows, P (float32), DS_STAGES of dS.
 // Registers: HEAD_DIM / 2 for a sum, 32 for S or dP, 16 for either rounded, of 208; 32 for a box of grad_query, of 72.
@@ -36,14 +36,14 @@ constexpr int THREADS = 512;
 // Named barriers: nobody reads the key tile, or the value tile, any more, so that sums may leave from its place; and
 // those of one warpgroup each.
 constexpr int KEYS_READ = 1, VALUES_READ = 2, SCORES = 3, GRADIENTS = 4, QUERIES = 5;
+// DETERMINISTIC: the turn at a query tile has come; this block's share of it has been added.
+constexpr int TURN_CAME = 6, ADDED = 7;
 constexpr int PRODUCER_REGISTERS = PAIRED ? 32 : 24, SUM_REGISTERS = 208, QUERY_REGISTERS = PAIRED ? 64 : 72;
 constexpr int P_BYTES = BLOCK_M * BLOCK_N * 4;
-// DETERMINISTIC: blocks have their turn at so many query tiles together, and hand it on with one fence.
-constexpr int TURN_TILES = 4;
 // grad_out arrives in portions of its columns, into a ring of slots.
 constexpr int DO_PORTIONS = PAIRED ? 2 : 1, DO_SLOTS = PAIRED ? 3 : DO_STAGES;
 constexpr int PORTION_COLUMNS = PAIRED ? 128 : HEAD_DIM_V, PORTION_BYTES = DO_BYTES / DO_PORTIONS;
-static_assert(!PAIRED || (HEAD_DIM > 192 && HEAD_DIM_V > 192 && !DETERMINISTIC));
+static_assert(!PAIRED || (HEAD_DIM > 192 && HEAD_DIM_V > 192));
 // PAIRED: the other block's keys in this one's columns of grad_query, and its dS.
 constexpr int HALF_BOXES = 2, OTHER_KEY_BYTES = PAIRED ? HALF_BOXES * BLOCK_N * BOX_ROW_BYTES : 0;
 constexpr int OTHER_DS_BYTES = PAIRED ? DS_STAGES * DS_BYTES : 0;
@@ -363,12 +363,18 @@ __device__ __forceinline__ void grad_query_product(float (&columns)[BOX_COLUMNS 
   wgmma_wait<0>();
 }
 
+// The queries' warpgroup, before it adds to a tile for the first time.
+__device__ __forceinline__ void wait_for_turn(int first_column) {
+  if (DETERMINISTIC && first_column == 0) named_sync(TURN_CAME, ORDER_THREADS);
+}
+
 // COLUMNS of a tile of grad_query from `first_column` on, added to its sums. Products are as wide as a box, whose
 // columns past HEAD_DIM are zeros.
 template <int COLUMNS>
 __device__ __forceinline__ void add_columns(float* sums, uint32_t grad_scores, uint32_t key, int first_column) {
   float columns[BOX_COLUMNS / 2];
   grad_query_product(columns, grad_scores, key, first_column);
+  wait_for_turn(first_column);
   float* to = sums + (first_column / 8 * 128 + threadIdx.x % 128) * 4;
 #pragma unroll
   for (int group = 0; group < COLUMNS / 8; ++group) reduce_four(to + group * 128 * 4, columns + 4 * group);
@@ -405,6 +411,7 @@ __device__ __forceinline__ void add_box_of_pair(float* sums, uint32_t grad_score
                                    moved(other_key, k * 16 * BOX_ROW_BYTES), true);
   wgmma_commit();
   wgmma_wait<0>();
+  wait_for_turn(box);
   float* to = sums + (column_box * (BOX_COLUMNS / 8) * 128 + threadIdx.x % 128) * 4;
 #pragma unroll
   for (int group = 0; group < BOX_COLUMNS / 8; ++group)
@@ -419,16 +426,10 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
     barrier_wait(shared.k_full(), 0);
     if (PAIRED) barrier_wait(shared.other_k_full(), 0);
   }
-  for_each_tile(work, params, [&]([[maybe_unused]] int head, int tile, int number, int) {
+  for_each_tile(work, params, [&]([[maybe_unused]] int head, [[maybe_unused]] int tile, int number, int) {
     float* sums = params.sums + (int64_t)(number - work.sums_shift) * (BLOCK_M * HEAD_DIM);
     const uint32_t grad_scores = descriptor(shared.grad_scores + s.stage * DS_BYTES, 0);
     barrier_wait(shared.ds_full(s.stage), s.phase);
-    int* const turn = params.semaphores + number - tile % TURN_TILES;
-    // Tiles are visited from the last to the first.
-    if (DETERMINISTIC && (tile == params.q_tiles - 1 || tile % TURN_TILES == TURN_TILES - 1)) {
-      if (threadIdx.x == 384) semaphore_wait(turn, work.k_tile);
-      named_sync(QUERIES, 128);
-    }
     if constexpr (PAIRED) {
       barrier_wait(shared.other_ds_full(s.stage), s.phase);
       const uint32_t other = descriptor(shared.other_grad_scores + s.stage * DS_BYTES, 0);
@@ -449,11 +450,7 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
     }
     warp_arrive(shared.ds_empty(s.stage));
     s.advance();
-    if (DETERMINISTIC && (tile == work.first_q_tile || tile % TURN_TILES == 0)) {
-      __threadfence();
-      named_sync(QUERIES, 128);
-      if (threadIdx.x == 384) semaphore_add(turn);
-    }
+    if (DETERMINISTIC) named_arrive(ADDED, ORDER_THREADS);
   });
   if (FUSED) {
     published();
@@ -520,6 +517,7 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
     registers_release<PRODUCER_REGISTERS>();
     if (threadIdx.x == 0) load_tiles(query_map, key_map, value_map, grad_out_map, work, params, shared);
     if (PAIRED && threadIdx.x == 32) send_grad_scores(tiles, shared);
+    if (DETERMINISTIC && threadIdx.x / 32 == 2) keep_order(work, params, rank_in_pair(), TURN_CAME, ADDED);
   } else if (warpgroup == 1) {
     registers_claim<SUM_REGISTERS>();
     consume_scores(grad_value_map, work, tiles, params, shared);

@@ -116,7 +116,7 @@ def forward(
 
     launches: of one kernel, with maps of query, key, value and out; has_counters: it counts; of_out, of_logsumexp:
     shape, strides and dtype of what is to be made; query: one that it will be called with; otherwise: the same function
-    the long way, for another current device or in deterministic mode, where new memory is filled.
+    the long way, for another current device.
     """
     index = launches.device_index
     query_map, key_map, value_map, out_map = (maps.get for maps in launches.maps)
@@ -125,10 +125,9 @@ def forward(
     pack = _FORWARD_ADDRESSES.pack_into
     frames: list[_Frame] = []
     current_device, current_stream = driver.current_device, driver.current_stream
-    deterministic_enabled = _torch.deterministic_enabled
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Outputs:
-        if current_device() != index or deterministic_enabled():
+        if current_device() != index:
             return otherwise(query, key, value)
         out = empty(*of_out)
         out_at = out.data_ptr()

@@ -6,6 +6,7 @@ May import ``nvrtc.py`` and ``instructions.py``. Imported by every module here t
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,25 @@ ARCHITECTURE = "sm_90a"
 FOLDER = Path(__file__).parent
 
 
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"', re.MULTILINE)
+
+
 @functools.cache
-def _headers() -> dict[str, str]:
-    return {path.name: path.read_text() for path in sorted(FOLDER.glob("*.cuh"))}
+def _text(file: str) -> str:
+    return (FOLDER / file).read_text()
+
+
+@functools.cache
+def _headers(file: str) -> dict[str, str]:
+    """The headers in this folder that a file may include, directly or not, by name: no others change its binaries."""
+    found: dict[str, str] = {}
+    waiting = [file]
+    while waiting:
+        for name in _INCLUDE.findall(_text(waiting.pop())):
+            if name not in found and (FOLDER / name).exists():
+                found[name] = _text(name)
+                waiting.append(name)
+    return found
 
 
 def source(
@@ -29,13 +46,13 @@ def source(
 
     columns: of the products of a warpgroup (wgmma) in it; is_bf16: of their operands, else they are float16.
     """
-    headers = _headers()
+    headers = _headers(file)
     if columns:
         from . import instructions
 
         header = instructions.header(columns, "bf16" if is_bf16 else "f16")
         headers = headers | {instructions.HEADER_NAME: header}
-    return nvrtc.Source(entry, (FOLDER / file).read_text(), headers, defines, ARCHITECTURE)
+    return nvrtc.Source(entry, _text(file), headers, defines, ARCHITECTURE)
 
 
 # By specialisation: a new shape asks for one that is there, most of the time, and reading and hashing what it was

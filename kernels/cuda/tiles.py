@@ -266,8 +266,8 @@ class BackwardTile:
 
     fused: one kernel prepares, computes and finishes, part by part.
 
-    Of the kernel for larger ones, with a head_dim above 192: paired: two blocks share the query's gradient of the keys
-    of both, and load query and grad_out tiles once for both; do_stages does not count.
+    Of the kernel for larger ones: paired: two blocks share the query's gradient of the keys of both, and load query and
+    grad_out tiles once for both; do_stages does not count. A head_dim is padded to more than 192 for it.
 
     With a block_n of 128 and a head_dim above 128 another kernel is meant, in which the one stage of query and grad_out
     arrives in halves (``IN_HALVES``).
@@ -308,9 +308,11 @@ def choose_backward(
     query heads together. Measured on an H200 at S = 512 to 16,384 of 16,384 tokens; ``NOTES.md`` has the table.
     """
     usual = choose_backward_usual(head_dim, head_dim_v, is_causal, query_rows, deterministic)
-    if not deterministic and fits_in_halves(head_dim, head_dim_v):
+    if fits_in_halves(head_dim, head_dim_v):
         return IN_HALVES
-    if deterministic or head_dim != head_dim_v:
+    if deterministic:  # two blocks add half as much each, and half as many take turns
+        return replace(usual, ds_stages=1, paired=True) if min(head_dim, head_dim_v) > 128 else usual
+    if head_dim != head_dim_v:
         return usual
     if head_dim == 256 and query_rows >= (4096 if is_causal else 1024):
         return replace(usual, ds_stages=1, fused=True, paired=True)
@@ -344,12 +346,12 @@ def choose_backward_usual(
 ) -> BackwardTile:
     """The tile of calls with a mask or dropout, of packed sequences, and where ``choose_backward`` has no better one.
 
-    Where blocks are short, a block that goes on to its next keys at once saves a good part of its time. Deterministic
-    ones wait for one another, and should not hold keys that they have not begun.
+    Where blocks are short, a block that goes on to its next keys at once saves a good part of its time; deterministic
+    ones, whose end others wait for, always.
     """
     if max(head_dim, head_dim_v) > 128:
         return BackwardTile(64, 64, 64)  # the kernel in which warpgroups have roles
-    persistent = not deterministic and query_rows <= (3072 if is_causal else 1536)
+    persistent = deterministic or query_rows <= (3072 if is_causal else 1536)
     if max(head_dim, head_dim_v) <= 64:
         return BackwardTile(128, 128, 64, q_stages=3, keys_in_registers=True, persistent=persistent)
     return BackwardTile(64, 128, 64, q_stages=3, turns=True, delta_first=True, persistent=persistent)

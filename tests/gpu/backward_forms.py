@@ -22,17 +22,20 @@ def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False,
     from torch_flashbackend.plans import Recent
 
     usual = getattr(tiles.choose_backward_usual, "unchanged", tiles.choose_backward_usual)
+    dense = getattr(tiles.choose_backward, "unchanged", tiles.choose_backward)
 
     def choose_usual(head_dim, head_dim_v, is_causal, query_rows, deterministic):
         tile = usual(head_dim, head_dim_v, is_causal, query_rows, deterministic)
-        return dataclasses.replace(
-            tile, persistent=persistent and not deterministic and max(head_dim, head_dim_v) <= 128
+        return (
+            tile
+            if deterministic
+            else dataclasses.replace(tile, persistent=persistent and max(head_dim, head_dim_v) <= 128)
         )
 
     def choose(head_dim, head_dim_v, is_causal, query_rows, deterministic):
-        tile = choose_usual(head_dim, head_dim_v, is_causal, query_rows, deterministic)
         if deterministic:
-            return tile
+            return dense(head_dim, head_dim_v, is_causal, query_rows, True)
+        tile = choose_usual(head_dim, head_dim_v, is_causal, query_rows, deterministic)
         if paired and head_dim == head_dim_v == 256:
             return dataclasses.replace(tile, fused=True, paired=True, ds_stages=1)
         own = head_dim == head_dim_v
@@ -43,7 +46,7 @@ def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False,
             direct=direct and own and head_dim in (64, 128, 256) and is_causal and query_rows <= 4096,
         )
 
-    choose_usual.unchanged = usual
+    choose_usual.unchanged, choose.unchanged = usual, dense
     monkeypatch.setattr(tiles, "choose_backward_usual", choose_usual)
     monkeypatch.setattr(tiles, "choose_backward", choose)
     monkeypatch.setattr(backward, "_saves_sums", lambda *_: True)

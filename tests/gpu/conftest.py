@@ -309,3 +309,19 @@ def check_call(plugin, launched, note) -> Callable[..., dict[str, Tensor]]:
         return actual
 
     return run
+
+
+@pytest.fixture
+def poison_free_memory() -> Callable[[], None]:
+    """Makes all that the allocator has to give NaN: a block that large ones are cut from, and many small ones."""
+
+    def poison() -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        blocks = [torch.full((2**28,), torch.nan, device="cuda")]
+        blocks += [torch.full((2**18,), torch.nan, device="cuda") for _ in range(64)]
+        del blocks
+        for size in (1, 2**10, 2**17, 2**20, 2**26):
+            assert torch.empty(size, device="cuda").isnan().all()
+
+    return poison

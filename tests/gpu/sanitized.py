@@ -128,7 +128,7 @@ def add_dense(head_dim: int, head_dim_v: int | None = None) -> None:
             attend_all(head_dim, head_dim_v)
 
 
-for sizes in ((64,), (128,), (160,), (192, 128), (256,), (512,)):
+for sizes in ((64,), (128,), (160,), (192, 128), (192,), (256,), (512,)):
     add_dense(*sizes)
 
 
