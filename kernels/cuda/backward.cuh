@@ -272,25 +272,6 @@ __device__ __forceinline__ void for_each_tile(const Work& work, const BackwardPa
   }
 }
 
-// DETERMINISTIC, where a warpgroup adds to grad_query's sums from registers: a warp beside it that keeps the order in
-// which blocks add to a query tile, that of their keys. It looks whether the block's turn at a tile has come and hands
-// on the turn at the one before, so that the warpgroup waits for neither. share: whose of SEMAPHORES. Before the
-// warpgroup adds to a tile, it meets the warp at the named barrier `turn_came`; then it arrives at `added`.
-constexpr int ORDER_THREADS = 128 + 32;
-__device__ __forceinline__ void keep_order(const Work& work, const BackwardParams& params, int share, int turn_came,
-                                           int added) {
-  int* before = nullptr;
-  for_each_tile(work, params, [&](int, int, int number, int) {
-    int* const turn = params.semaphores + (int64_t)number * SEMAPHORES + share;
-    if (threadIdx.x % 32 == 0) semaphore_hand_on(before, turn, work.k_tile / BLOCKS_OF_CLUSTER);
-    __syncwarp();
-    named_sync(turn_came, ORDER_THREADS);
-    named_sync(added, ORDER_THREADS);
-    before = turn;
-  });
-  if (threadIdx.x % 32 == 0 && before) semaphore_add(before);
-}
-
 // How many tiles a block works on, those of all query heads of the group together.
 __device__ __forceinline__ int count_tiles(const Work& work, const BackwardParams& params) {
   const int group = params.num_heads / params.num_kv_heads;

@@ -15,7 +15,7 @@
 // beside the second half; the other one its own beside the first half of the next tile. So the halves of one tile of dS
 // serve in turn.
 //
-// DETERMINISTIC: warps of the loading warpgroup keep the order of what is added (backward.cuh).
+// DETERMINISTIC: blocks add to a query tile in the order of their keys, which a warp for each consumer keeps.
 //
 // Shared memory: one key and one value tile, one of query, of grad_out and of dS.
 // Registers: (HEAD_DIM + HEAD_DIM_V) / 2 for the sums; 32 for S or dP; 16 each for P and dS, rounded; 32 for a box of
@@ -37,7 +37,7 @@ static_assert(STEP_M == HALF_ROWS, "a step is half of a tile");
 static_assert(CONSUMERS == HALVES, "each warpgroup computes grad_query of one half's rows");
 
 // Named barriers: of all consumers; DETERMINISTIC, of each warpgroup, that its turn has come and that it has added.
-constexpr int ALL_CONSUMERS = 1, TURN_CAME = 2, ADDED = TURN_CAME + CONSUMERS;
+constexpr int ALL_CONSUMERS = 1, TURN_CAME = 2, ADDED = TURN_CAME + CONSUMERS, ORDER_THREADS = 128 + 32;
 
 // Byte addresses in shared memory.
 struct Shared {
@@ -103,6 +103,21 @@ __device__ __forceinline__ void load_tiles(const TensorMap& query_map, const Ten
     }
     ++loaded;
   });
+}
+
+// DETERMINISTIC: a warp beside a consumer. It looks whether the block's turn at a query tile has come and hands on that
+// at the tile before, so that the consumer waits for neither.
+__device__ __forceinline__ void keep_order(const Work& work, const BackwardParams& params, int warpgroup) {
+  int* before = nullptr;
+  for_each_tile(work, params, [&](int, int, int number, int) {
+    int* const turn = params.semaphores + (int64_t)number * SEMAPHORES + warpgroup;
+    if (threadIdx.x % 32 == 0) semaphore_hand_on(before, turn, work.k_tile);
+    __syncwarp();
+    named_sync(TURN_CAME + warpgroup, ORDER_THREADS);
+    named_sync(ADDED + warpgroup, ORDER_THREADS);
+    before = turn;
+  });
+  if (threadIdx.x % 32 == 0 && before) semaphore_add(before);
 }
 
 // columns[64, a box] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, a box]; columns past HEAD_DIM are zeros
@@ -317,8 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     registers_release<PRODUCER_REGISTERS>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) load_tiles(query_map, key_map, value_map, grad_out_map, work, params, shared);
-    if (DETERMINISTIC && 1 <= warp && warp <= CONSUMERS)
-      keep_order(work, params, warp - 1, TURN_CAME + warp - 1, ADDED + warp - 1);
+    if (DETERMINISTIC && 1 <= warp && warp <= CONSUMERS) keep_order(work, params, warp - 1);
   } else {
     registers_claim<CONSUMER_REGISTERS>();
     consume(grad_key_map, grad_value_map, work, params, shared, uniform(threadIdx.x / 128) - 1);

@@ -19,7 +19,11 @@
 // They run in step: dS of a tile is overwritten once both blocks have used it, of which the arrivals on `ds_empty`
 // tell. Each loads half of the query and grad_out tiles for both, once both have emptied the stage.
 //
-// DIRECT: as there. DETERMINISTIC: a warp of the loading warpgroup keeps the order of what is added (backward.cuh).
+// DIRECT: as there.
+//
+// DETERMINISTIC: blocks add to a query tile in the order of their keys. A warp of the loading warpgroup looks whether
+// the block's turn has come; another one hands it on once what was added is visible, which takes as long as a tile. The
+// queries' warpgroup may be two tiles ahead of that.
 //
 // Shared memory: one key and one value tile, Q_STAGES + DO_STAGES tiles of 64 rows, P (float32), DS_STAGES of dS.
 // Registers: HEAD_DIM / 2 for a sum, 32 for S or dP, 16 for either rounded, of 208; 32 for a box of grad_query, of 72.
@@ -36,8 +40,9 @@ constexpr int THREADS = 512;
 // Named barriers: nobody reads the key tile, or the value tile, any more, so that sums may leave from its place; and
 // those of one warpgroup each.
 constexpr int KEYS_READ = 1, VALUES_READ = 2, SCORES = 3, GRADIENTS = 4, QUERIES = 5;
-// DETERMINISTIC: the turn at a query tile has come; this block's share of it has been added.
-constexpr int TURN_CAME = 6, ADDED = 7;
+// DETERMINISTIC, each for even and for odd tiles: the turn has come, and that at the tile before the last one has been
+// handed on; this block's share has been added.
+constexpr int TURN_CAME = 6, TURN_THREADS = 128 + 2 * 32, ADDED = 8, ADDED_THREADS = 128 + 32;
 constexpr int PRODUCER_REGISTERS = PAIRED ? 32 : 24, SUM_REGISTERS = 208, QUERY_REGISTERS = PAIRED ? 64 : 72;
 constexpr int P_BYTES = BLOCK_M * BLOCK_N * 4;
 // grad_out arrives in portions of its columns, into a ring of slots.
@@ -350,6 +355,34 @@ __device__ __forceinline__ void consume_gradients(const TensorMap& grad_key_map,
   }
 }
 
+// DETERMINISTIC: who has added to a query tile so far, by shares of the blocks of a cluster.
+__device__ __forceinline__ int* semaphore_of(int number, const BackwardParams& params) {
+  return params.semaphores + (int64_t)number * SEMAPHORES + rank_in_pair();
+}
+// A warp that waits for the block's turns.
+__device__ __forceinline__ void await_turns(const Work& work, const BackwardParams& params) {
+  int odd = 0;
+  for_each_tile(work, params, [&](int, int, int number, int) {
+    if (threadIdx.x % 32 == 0) semaphore_wait(semaphore_of(number, params), work.k_tile / BLOCKS_OF_CLUSTER);
+    __syncwarp();
+    named_sync(TURN_CAME + odd, TURN_THREADS);
+    odd ^= 1;
+  });
+}
+// A warp that hands them on. tiles: how many there are.
+__device__ __forceinline__ void hand_on_turns(const Work& work, int tiles, const BackwardParams& params) {
+  if (tiles > 0) named_arrive(TURN_CAME, TURN_THREADS);
+  if (tiles > 1) named_arrive(TURN_CAME + 1, TURN_THREADS);
+  int odd = 0;
+  for_each_tile(work, params, [&](int, int, int number, int) {
+    named_sync(ADDED + odd, ADDED_THREADS);
+    if (threadIdx.x % 32 == 0) semaphore_add(semaphore_of(number, params));
+    __syncwarp();
+    if (--tiles > 1) named_arrive(TURN_CAME + odd, TURN_THREADS);  // for the tile after the next one
+    odd ^= 1;
+  });
+}
+
 // columns[64, a box] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, a box from `first_column` on]
 __device__ __forceinline__ void grad_query_product(float (&columns)[BOX_COLUMNS / 2], uint32_t grad_scores,
                                                    uint32_t key, int first_column) {
@@ -363,18 +396,14 @@ __device__ __forceinline__ void grad_query_product(float (&columns)[BOX_COLUMNS 
   wgmma_wait<0>();
 }
 
-// The queries' warpgroup, before it adds to a tile for the first time.
-__device__ __forceinline__ void wait_for_turn(int first_column) {
-  if (DETERMINISTIC && first_column == 0) named_sync(TURN_CAME, ORDER_THREADS);
-}
-
-// COLUMNS of a tile of grad_query from `first_column` on, added to its sums. Products are as wide as a box, whose
-// columns past HEAD_DIM are zeros.
-template <int COLUMNS>
-__device__ __forceinline__ void add_columns(float* sums, uint32_t grad_scores, uint32_t key, int first_column) {
+// COLUMNS of a tile of grad_query from `first_column` on, added to its sums, the first ones once `ready` returns.
+// Products are as wide as a box, whose columns past HEAD_DIM are zeros.
+template <int COLUMNS, class Ready>
+__device__ __forceinline__ void add_columns(float* sums, uint32_t grad_scores, uint32_t key, int first_column,
+                                            const Ready& ready) {
   float columns[BOX_COLUMNS / 2];
   grad_query_product(columns, grad_scores, key, first_column);
-  wait_for_turn(first_column);
+  if (first_column == 0) ready();
   float* to = sums + (first_column / 8 * 128 + threadIdx.x % 128) * 4;
 #pragma unroll
   for (int group = 0; group < COLUMNS / 8; ++group) reduce_four(to + group * 128 * 4, columns + 4 * group);
@@ -393,8 +422,9 @@ __device__ __forceinline__ void store_columns(const QueryTile& tile, uint32_t gr
 }
 
 // PAIRED: a box of this block's half of grad_query, from the keys of both blocks.
+template <class Ready>
 __device__ __forceinline__ void add_box_of_pair(float* sums, uint32_t grad_scores, uint32_t other_grad_scores, int box,
-                                                const Shared& shared) {
+                                                const Shared& shared, const Ready& ready) {
   constexpr int BOX_BYTES = BLOCK_N * BOX_ROW_BYTES;
   const int column_box = rank_in_pair() * HALF_BOXES + box;
   const uint32_t key = descriptor(shared.key + column_box * BOX_BYTES, 0);
@@ -411,7 +441,7 @@ __device__ __forceinline__ void add_box_of_pair(float* sums, uint32_t grad_score
                                    moved(other_key, k * 16 * BOX_ROW_BYTES), true);
   wgmma_commit();
   wgmma_wait<0>();
-  wait_for_turn(box);
+  if (box == 0) ready();
   float* to = sums + (column_box * (BOX_COLUMNS / 8) * 128 + threadIdx.x % 128) * 4;
 #pragma unroll
   for (int group = 0; group < BOX_COLUMNS / 8; ++group)
@@ -422,6 +452,10 @@ __device__ __forceinline__ void add_box_of_pair(float* sums, uint32_t grad_score
 // The warpgroup of grad_query.
 __device__ __forceinline__ void consume_queries(const Work& work, const BackwardParams& params, const Shared& shared) {
   Ring<DS_STAGES> s;
+  [[maybe_unused]] int odd = 0;
+  const auto turn_came = [&] {
+    if (DETERMINISTIC) named_sync(TURN_CAME + odd, TURN_THREADS);
+  };
   if (work.tiles(params) > 0) {
     barrier_wait(shared.k_full(), 0);
     if (PAIRED) barrier_wait(shared.other_k_full(), 0);
@@ -434,7 +468,7 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
       barrier_wait(shared.other_ds_full(s.stage), s.phase);
       const uint32_t other = descriptor(shared.other_grad_scores + s.stage * DS_BYTES, 0);
 #pragma unroll
-      for (int box = 0; box < HALF_BOXES; ++box) add_box_of_pair(sums, grad_scores, other, box, shared);
+      for (int box = 0; box < HALF_BOXES; ++box) add_box_of_pair(sums, grad_scores, other, box, shared, turn_came);
       warp_arrive_remote(shared.ds_empty(s.stage));
     } else if (DIRECT && tile < DIRECT_TILES) {
       const QueryTile query_tile{0, work.batch, head, 0, tile * BLOCK_M, params.seqlen_q, true};
@@ -444,13 +478,14 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
     } else {
 #pragma unroll
       for (int column = 0; column + BOX_COLUMNS <= HEAD_DIM; column += BOX_COLUMNS)
-        add_columns<BOX_COLUMNS>(sums, grad_scores, shared.key, column);
+        add_columns<BOX_COLUMNS>(sums, grad_scores, shared.key, column, turn_came);
       constexpr int REST = HEAD_DIM % BOX_COLUMNS;
-      if constexpr (REST > 0) add_columns<REST>(sums, grad_scores, shared.key, HEAD_DIM - REST);
+      if constexpr (REST > 0) add_columns<REST>(sums, grad_scores, shared.key, HEAD_DIM - REST, turn_came);
     }
     warp_arrive(shared.ds_empty(s.stage));
     s.advance();
-    if (DETERMINISTIC) named_arrive(ADDED, ORDER_THREADS);
+    if (DETERMINISTIC) named_arrive(ADDED + odd, ADDED_THREADS);
+    odd ^= 1;
   });
   if (FUSED) {
     published();
@@ -517,7 +552,8 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
     registers_release<PRODUCER_REGISTERS>();
     if (threadIdx.x == 0) load_tiles(query_map, key_map, value_map, grad_out_map, work, params, shared);
     if (PAIRED && threadIdx.x == 32) send_grad_scores(tiles, shared);
-    if (DETERMINISTIC && threadIdx.x / 32 == 2) keep_order(work, params, rank_in_pair(), TURN_CAME, ADDED);
+    if (DETERMINISTIC && threadIdx.x / 32 == 2) await_turns(work, params);
+    if (DETERMINISTIC && threadIdx.x / 32 == 3) hand_on_turns(work, tiles, params);
   } else if (warpgroup == 1) {
     registers_claim<SUM_REGISTERS>();
     consume_scores(grad_value_map, work, tiles, params, shared);

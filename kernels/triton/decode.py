@@ -148,12 +148,15 @@ def _visit(accumulator, row_max, row_sum, query_tile, query_pointers, query_step
 def _seen_tiles(mask, tile, num_splits, first_row, num_rows, group_size, last_key, stride_mh, stride_mq, stride_mk,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr,
                 MASK_PER_KEY: tl.constexpr, MASK_PER_HEAD: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr):
-    """Which of CHUNK tiles (at most 62), num_splits apart, any row sees, as bits, and how many these are."""
+    """Of CHUNK tiles (at most 62), num_splits apart: those whose keys all rows see, with a bias of 0, and those of which
+    any row sees some, each as bits and their number.
+    """
     chunk = tl.arange(0, CHUNK)
     key_index = (tile + chunk * num_splits)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     pointers = mask + (key_index if MASK_UNIT_STRIDE else key_index * stride_mk)
     inside = key_index < last_key
     found = tl.zeros([CHUNK, BLOCK_N], tl.int32)
+    plain = tl.full([CHUNK, BLOCK_N], 1, tl.int32)
     last_row = tl.minimum(first_row + BLOCK_M, num_rows)
     if MASK_PER_KEY:
         rows = 1
@@ -170,12 +173,20 @@ def _seen_tiles(mask, tile, num_splits, first_row, num_rows, group_size, last_ke
         else:
             offset = (first_row // group_size + row).to(tl.int64) * stride_mq
         if MASK == MASK_BOOL:
-            found = found | tl.load(pointers + offset, mask=inside, other=0).to(tl.int32)
+            seen = tl.load(pointers + offset, mask=inside, other=0).to(tl.int32)
+            found = found | seen
+            plain = plain & seen
         else:
             bias = tl.load(pointers + offset, mask=inside, other=float("-inf"))
             found = found | (bias != float("-inf")).to(tl.int32)
-    seen = tl.max(found, 1).to(tl.int64)
-    return tl.sum(seen << chunk.to(tl.int64), 0), tl.sum(seen, 0).to(tl.int32)
+            plain = plain & (bias == 0.0).to(tl.int32)
+    full = tl.min(plain | (~inside).to(tl.int32), 1).to(tl.int64)
+    some = tl.max(found, 1).to(tl.int64)
+    full = full & some  # a tile past the last key is neither
+    mixed = some - full
+    chunk = chunk.to(tl.int64)
+    return (tl.sum(full << chunk, 0), tl.sum(full, 0).to(tl.int32), tl.sum(mixed << chunk, 0),
+            tl.sum(mixed, 0).to(tl.int32))
 
 
 @triton.jit
@@ -402,24 +413,27 @@ def attention_decode(
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         if MASK != MASK_NONE:
-            # Tiles that nobody sees are found first: a branch in the loop would keep its loads from running ahead.
+            # Tiles that nobody sees are found first: a branch in the loop would keep its loads from running ahead. So
+            # would the mask's, which are too narrow for asynchronous copies, so that full tiles come without it.
             for tile in tl.range(first_tile + split, last_tile, num_splits * CHUNK, num_stages=1):
-                seen, count = _seen_tiles(mask, tile, num_splits, first_row, num_rows, group_size, last_key, stride_mh,
-                                          stride_mq, stride_mk, BLOCK_M, BLOCK_N, CHUNK, MASK, MASK_PER_KEY,
-                                          MASK_PER_HEAD, MASK_UNIT_STRIDE)
-                for _ in tl.range(0, count):
-                    lowest = seen & -seen
-                    seen = seen ^ lowest
-                    number = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # its exponent
-                    start = (tile + number * num_splits) * BLOCK_N
-                    pages = _load_pages(block_table, start, keys, last_key, BLOCK_N, PAGE) if PAGE != 0 else 0
-                    accumulator, row_max, row_sum = _visit(
-                        accumulator, row_max, row_sum, query_tile, pointers, query_step, present, start, keys, pages,
-                        key, value, mask_rows, slopes, position, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn,
-                        stride_vd, stride_mk, first_key, last_key, window_left, window_right, scale, softcap, HEAD_DIM,
-                        HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, LEFT, RIGHT,
-                        SOFTCAP, alibi_slopes is not None, BOUND_KEYS, NATURAL, UNIT_STRIDE, PAGE, STREAM_QUERY,
-                        PRECISION)
+                full, num_full, mixed, num_mixed = _seen_tiles(
+                    mask, tile, num_splits, first_row, num_rows, group_size, last_key, stride_mh, stride_mq, stride_mk,
+                    BLOCK_M, BLOCK_N, CHUNK, MASK, MASK_PER_KEY, MASK_PER_HEAD, MASK_UNIT_STRIDE)
+                for kind in tl.static_range(2):
+                    seen = full if kind == 0 else mixed
+                    for _ in tl.range(0, num_full if kind == 0 else num_mixed):
+                        lowest = seen & -seen
+                        seen = seen ^ lowest
+                        number = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # its exponent
+                        start = (tile + number * num_splits) * BLOCK_N
+                        pages = _load_pages(block_table, start, keys, last_key, BLOCK_N, PAGE) if PAGE != 0 else 0
+                        accumulator, row_max, row_sum = _visit(
+                            accumulator, row_max, row_sum, query_tile, pointers, query_step, present, start, keys,
+                            pages, key, value, mask_rows, slopes, position, stride_kb, stride_kn, stride_kd, stride_vb,
+                            stride_vn, stride_vd, stride_mk, first_key, last_key, window_left, window_right, scale,
+                            softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
+                            MASK_NONE if kind == 0 else MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, LEFT, RIGHT, SOFTCAP,
+                            alibi_slopes is not None, BOUND_KEYS, NATURAL, UNIT_STRIDE, PAGE, STREAM_QUERY, PRECISION)
         else:
             if PAGE != 0:
                 # As far as the table goes, not the keys in use, whose number has just been asked for.

@@ -313,15 +313,24 @@ def check_call(plugin, launched, note) -> Callable[..., dict[str, Tensor]]:
 
 @pytest.fixture
 def poison_free_memory() -> Callable[[], None]:
-    """Makes all that the allocator has to give NaN: a block that large ones are cut from, and many small ones."""
+    """Makes all that the allocator has to give NaN: what lies between tensors, and enough new memory."""
 
     def poison() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        blocks = [torch.full((2**28,), torch.nan, device="cuda")]
-        blocks += [torch.full((2**18,), torch.nan, device="cuda") for _ in range(64)]
+        blocks, reserved = [], torch.cuda.memory_reserved()
+        for power in range(26, 6, -1):  # of two, float32 numbers
+            while True:
+                block = torch.full((2**power,), torch.nan, device="cuda")
+                if torch.cuda.memory_reserved() > reserved:  # there was no such gap
+                    del block
+                    torch.cuda.empty_cache()
+                    break
+                blocks.append(block)
+        blocks += [torch.full((2**28,), torch.nan, device="cuda")]  # which large tensors are cut from
+        blocks += [torch.full((2**18,), torch.nan, device="cuda") for _ in range(64)]  # and which small ones are
         del blocks
         for size in (1, 2**10, 2**17, 2**20, 2**26):
-            assert torch.empty(size, device="cuda").isnan().all()
+            assert torch.empty(size, device="cuda").isnan().all(), size
 
     return poison
