@@ -148,8 +148,8 @@ def _visit(accumulator, row_max, row_sum, query_tile, query_pointers, query_step
 def _seen_tiles(mask, tile, num_splits, first_row, num_rows, group_size, last_key, stride_mh, stride_mq, stride_mk,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr,
                 MASK_PER_KEY: tl.constexpr, MASK_PER_HEAD: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr):
-    """Of CHUNK tiles (at most 62), num_splits apart: those whose keys all rows see, with a bias of 0, and those of which
-    any row sees some, each as bits and their number.
+    """Of CHUNK tiles (at most 32), num_splits apart: full ones, whose keys all rows see, with a bias of 0, and mixed
+    ones, of which some row sees something: the bits of either, and how many these are.
     """
     chunk = tl.arange(0, CHUNK)
     key_index = (tile + chunk * num_splits)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -173,20 +173,23 @@ def _seen_tiles(mask, tile, num_splits, first_row, num_rows, group_size, last_ke
         else:
             offset = (first_row // group_size + row).to(tl.int64) * stride_mq
         if MASK == MASK_BOOL:
-            seen = tl.load(pointers + offset, mask=inside, other=0).to(tl.int32)
+            seen = (tl.load(pointers + offset, mask=inside, other=0) != 0).to(tl.int32)
             found = found | seen
             plain = plain & seen
         else:
             bias = tl.load(pointers + offset, mask=inside, other=float("-inf"))
             found = found | (bias != float("-inf")).to(tl.int32)
             plain = plain & (bias == 0.0).to(tl.int32)
-    full = tl.min(plain | (~inside).to(tl.int32), 1).to(tl.int64)
-    some = tl.max(found, 1).to(tl.int64)
-    full = full & some  # a tile past the last key is neither
-    mixed = some - full
-    chunk = chunk.to(tl.int64)
-    return (tl.sum(full << chunk, 0), tl.sum(full, 0).to(tl.int32), tl.sum(mixed << chunk, 0),
-            tl.sum(mixed, 0).to(tl.int32))
+    # Of each tile how many keys somebody and how many all see, in one sum; so too what there is of either kind: a sum
+    # over threads takes as long as a key's way from memory.
+    seen = tl.sum(found * 65536 + plain * inside.to(tl.int32), 1)
+    keys = tl.minimum(last_key - (tile + chunk * num_splits) * BLOCK_N, BLOCK_N)
+    full = ((seen & 65535) == keys) & (keys > 0)
+    mixed = (seen > 65535) & ~full
+    kinds = full.to(tl.int64) | mixed.to(tl.int64) << 32
+    bits = tl.sum(kinds << chunk.to(tl.int64), 0)
+    counts = tl.sum(full.to(tl.int32) + mixed.to(tl.int32) * 256, 0)
+    return bits & 0xFFFFFFFF, counts & 255, bits >> 32 & 0xFFFFFFFF, counts >> 8
 
 
 @triton.jit
