@@ -35,13 +35,12 @@ def every_specialisation():
                 found.append(backward.specialise(*dims, dtype, is_causal, deterministic, query_rows, can_fuse=can_fuse))
         if max(dims) <= backward.MAX_EXTRAS_HEAD_DIM:
             for dtype in (torch.bfloat16, torch.float16):
-                ordered = not deterministic or max(dims) <= backward.MAX_ORDERED_MASK_HEAD_DIM
-                for query_rows in (SHORT, LONG) if ordered else ():
+                for query_rows in (SHORT, LONG):
                     found.append(backward.specialise(*dims, dtype, False, deterministic, query_rows, is_masked=True))
                 for is_causal in (False, True):
                     found.append(backward.specialise(*dims, dtype, is_causal, deterministic, LONG, has_dropout=True))
+                found.append(backward.specialise(*dims, dtype, False, deterministic, LONG, True, True))
                 if not deterministic:
-                    found.append(backward.specialise(*dims, dtype, False, False, LONG, True, True))
                     for per_key in (False, True):
                         found.append(
                             backward.specialise(

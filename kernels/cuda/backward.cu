@@ -50,9 +50,8 @@
 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 // Who takes tiles from a counter and stores pieces of unequal width has more to remember; the sums of fewer than 128
-// columns leave registers for it. So has who walks lists by number or turn; the consumers then know of no diagonal.
-constexpr bool MORE_FOR_PRODUCERS =
-    (PERSISTENT && (HEAD_DIM % PIECE_COLUMNS != 0 || MASKED)) || (DETERMINISTIC && MASKED);
+// columns leave registers for it. So has who walks lists by number; the consumers then know of no diagonal.
+constexpr bool MORE_FOR_PRODUCERS = PERSISTENT && (HEAD_DIM % PIECE_COLUMNS != 0 || MASKED);
 constexpr int PRODUCER_REGISTERS = MORE_FOR_PRODUCERS ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = MORE_FOR_PRODUCERS ? 232 : 240;
 static_assert(BLOCK_N % BOX_COLUMNS == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);

@@ -1,7 +1,7 @@
 """The host side of the Hopper backward kernels: what to compile for a call, and how to launch it.
 
-May import torch, ``nvrtc.py``, ``driver.py``, ``plans.py``, ``_torch.py`` and this folder. Imported by
-``torch_flashbackend.ops`` and the warm-up.
+May import torch, ``nvrtc.py``, ``driver.py``, ``plans.py``, ``batch_invariance.py``, ``_torch.py`` and this folder.
+Imported by ``torch_flashbackend.ops`` and the warm-up.
 
 As ``forward.py``: a ``Specialisation``, a ``Plan`` for tensors of these shapes and strides, and the launches, which
 patch pointers in. Three kernels in one binary: they prepare, compute, and finish the query's gradient. The second is
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ... import _torch, driver, nvrtc
+from ...batch_invariance import on_change
 from ...plans import Recent
 from .. import KernelUnavailable, launch_counts
 from . import dropout, forward, masks, prepared, sources, tiles
@@ -29,7 +30,7 @@ from .tiles import BackwardTile
 PREPARE, MAIN, FINISH = ENTRIES = ("flash_backward_prepare", "flash_backward", "flash_backward_finish")
 MAX_HEAD_DIM = 256
 MAX_EXTRAS_HEAD_DIM = 128  # with a mask or dropout
-MAX_ORDERED_MASK_HEAD_DIM = 112  # with a mask in deterministic mode
+MAX_PERSISTENT_MASK_HEAD_DIM = 112
 # Query rows that one sum for a key may be of: wgmma cuts off what it adds up instead of rounding it.
 MAX_SUM_ROWS = forward.MAX_SEQLEN_K
 
@@ -275,7 +276,7 @@ def specialise(
     tile = choose(padded, padded_v, is_causal or is_masked, query_rows, deterministic)
     if tile.paired:
         padded, padded_v = max(padded, 208), max(padded_v, 208)  # columns of zeros, where two blocks share four boxes
-    if is_masked and (deterministic or max(padded, padded_v) > MAX_ORDERED_MASK_HEAD_DIM):
+    if is_masked and (deterministic or max(padded, padded_v) > MAX_PERSISTENT_MASK_HEAD_DIM):
         tile = dataclasses.replace(tile, persistent=False)  # registers again
     if has_dropout:
         # dP is dropped before delta is subtracted; persistent blocks have no registers for what stays.
@@ -358,10 +359,6 @@ def extras_fit(query, value, mask, dropout_p: float, deterministic: bool) -> boo
     if mask is not None and mask.dtype != torch.bool:
         fits = mask.dtype == query.dtype and forward.takes_mask(query, mask)
         return fits and largest <= MAX_EXTRAS_HEAD_DIM and dropout_p == 0.0 and not deterministic
-    if deterministic and mask is not None:
-        # A mask's lists and the order of blocks together are more than the storing threads have registers for, unless
-        # the consumers have some to spare; and dropout leaves them none.
-        return largest <= MAX_ORDERED_MASK_HEAD_DIM and dropout_p == 0.0
     return largest <= MAX_EXTRAS_HEAD_DIM
 
 
@@ -748,7 +745,7 @@ class Repeat:
         self._grads = [None if grad is None else ((*grad.shape,), grad.stride(), grad.dtype) for grad in grads]
 
     def prepared(self, query: torch.Tensor) -> Callable[..., tuple[torch.Tensor | None, ...]]:
-        """The same in less time where there is neither mask nor dropout, in the present mode of determinism.
+        """The same in less time where there is neither mask nor dropout.
 
         query: any that it will be called with.
         """
@@ -777,7 +774,7 @@ class Repeat:
 # Backwards of late, by all that they depend on beside the tensors (grad_out, query, key, value, out, logsumexp, and a
 # mask if there is one). Whoever finds one here need not ask `suits`.
 recent = Recent()
-
+on_change(recent.clear)
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_plans.clear)

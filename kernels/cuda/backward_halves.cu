@@ -105,8 +105,8 @@ __device__ __forceinline__ void load_tiles(const TensorMap& query_map, const Ten
   });
 }
 
-// DETERMINISTIC: a warp beside a consumer. It looks whether the block's turn at a query tile has come and hands on that
-// at the tile before, so that the consumer waits for neither.
+// DETERMINISTIC: a warp beside a consumer. It hands on the turn at the query tile before and looks whether that at the
+// next one has come, beside the consumer's products for that one.
 __device__ __forceinline__ void keep_order(const Work& work, const BackwardParams& params, int warpgroup) {
   int* before = nullptr;
   for_each_tile(work, params, [&](int, int, int number, int) {

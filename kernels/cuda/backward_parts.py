@@ -2,7 +2,7 @@
 
 With a mask, a part is some of the batches, or some of the key heads of a single batch. Where the query heads that share
 a key head have more rows together than one accumulator may add up, it is one of these query heads of each key head. May
-import torch and this folder. Imported by ``torch_flashbackend/ops.py``.
+import torch, ``batch_invariance.py`` and this folder. Imported by ``torch_flashbackend/ops.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...batch_invariance import planned_batch
 from . import backward as whole
 from . import dropout, masks, tiles
 from .backward import Plan, is_dense
@@ -48,6 +49,9 @@ def parts_of(query, key, value, mask, dropout_p: float) -> Parts | None:
         is_plain = mask is None and dropout_p == 0.0
         return Parts(group, 1, "group") if is_plain and query.size(2) <= whole.MAX_SUM_ROWS else None
     at_a_time = batch if mask is None else batches_at_a_time(query, key, value, mask, dropout_p)
+    if mask is not None and planned_batch(batch) < batch:  # whether these kernels run must not depend on the batch
+        alone = parts_of(query[:1], key[:1], value[:1], mask[:1], dropout_p)
+        return None if alone is None else Parts(batch, at_a_time or 1)
     if at_a_time:
         return Parts(batch, at_a_time)
     if batch == 1 and kv_heads > 1:

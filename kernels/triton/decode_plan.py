@@ -254,7 +254,7 @@ class DecodePlan:
             "BLOCK_R": block_r,
             "MERGE": merge,
             "AT_ONCE": at_once(64, block_r, block_d, tile.num_warps),
-            "CHUNK": min(32 if -(-visible // tile.block_n) > 8 * splits else 8, 2048 // tile.block_n),
+            "CHUNK": min(32 if mask is not None and visible > 8 * splits * tile.block_n else 8, 2048 // tile.block_n),
             "MASK": call.mask_kind,
             "MASK_PER_KEY": call.mask_strides[2] == 0 and (call.mask_strides[1] == 0 or group == 1),
             "MASK_PER_HEAD": call.mask_strides[1] != 0,

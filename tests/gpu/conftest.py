@@ -330,7 +330,12 @@ def poison_free_memory() -> Callable[[], None]:
         blocks += [torch.full((2**28,), torch.nan, device="cuda")]  # which large tensors are cut from
         blocks += [torch.full((2**18,), torch.nan, device="cuda") for _ in range(64)]  # and which small ones are
         del blocks
-        for size in (1, 2**10, 2**17, 2**20, 2**26):
-            assert torch.empty(size, device="cuda").isnan().all(), size
+        fills = torch.utils.deterministic.fill_uninitialized_memory  # in deterministic mode torch.empty is NaN anyway
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        try:
+            for size in (1, 2**10, 2**17, 2**20, 2**26):
+                assert torch.empty(size, device="cuda").isnan().all(), size
+        finally:
+            torch.utils.deterministic.fill_uninitialized_memory = fills
 
     return poison

@@ -5,7 +5,6 @@ FLASHBACKEND_RANDOM_CALLS sets how many random calls are drawn (default 200 here
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import math
@@ -61,13 +60,13 @@ def check_gradients(plugin, hopper, note):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "odd rows", "transposed"])
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_lists_and_bits_are_what_the_mask_says(head_dim, layout):
+def test_lists_and_bits_are_what_the_mask_says(head_dim, in_order, layout):
     from torch_flashbackend import driver
     from torch_flashbackend.kernels.cuda import backward
 
     index = torch.cuda.current_device()
-    is_ordered = head_dim <= backward.MAX_ORDERED_MASK_HEAD_DIM
     thread, score = torch.arange(256)[:, None], torch.arange(32)
     key = thread // 32 * 16 + thread % 32 // 4 + 8 * (score // 2 % 2)
     row = 8 * (score // 4) + 2 * (thread % 4) + score % 2
@@ -79,7 +78,7 @@ def test_lists_and_bits_are_what_the_mask_says(head_dim, layout):
             mask = mask_in_layout(seen, layout)
             plan = backward.Plan(
                 call.query, call.key, call.value, call.query, lse, call.query, call.query, call.key, call.value,
-                False, 0.1, is_ordered, mask=mask,
+                False, 0.1, in_order, mask=mask,
             )  # fmt: skip
             lists, block_m = plan._mask, plan.specialisation.tile.block_m
             memory = lists.make(mask, index, driver.current_stream(index)).memory.cpu()
@@ -102,7 +101,7 @@ def test_lists_and_bits_are_what_the_mask_says(head_dim, layout):
                     assert listed[1 + listed[0]] == -1
                     for entry in entries:
                         q_tile = entry & 0xFFFF
-                        assert entry >> 16 & 0x7FFF == (some[q_tile, :k_tile].sum() if is_ordered else 0)
+                        assert entry >> 16 & 0x7FFF == (some[q_tile, :k_tile].sum() if in_order else 0)
                         assert (entry < 0) == (not every[q_tile, k_tile])
                         if entry < 0:
                             at = number * numbers["q_tiles"] + (q_tile if numbers["q_tiles"] > 1 else 0)
@@ -215,15 +214,9 @@ def gradients_of(call: Call, out: Tensor, logsumexp: Tensor, grad_out: Tensor) -
     )[:3]  # fmt: skip
 
 
-def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], ordered: bool) -> bool:
-    """Bit by bit, but for the query's gradient where additions to it have no order."""
-    close = ordered or torch.allclose(found[0].float(), expected[0].float(), rtol=0.02, atol=0.02)
-    return close and all(torch.equal(*pair) for pair in list(zip(found, expected))[0 if ordered else 1 :])
-
-
-def ordered_where_possible(head_dim: int):
-    """Deterministic mode, which masks have at these head dimensions alone."""
-    return deterministic() if head_dim <= 112 else contextlib.nullcontext()
+def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    """Bit by bit."""
+    return all(torch.equal(*pair) for pair in zip(found, expected))
 
 
 @pytest.mark.parametrize("head_dim", [64, 112, 128])
@@ -234,16 +227,16 @@ def test_nan_in_hidden_keys_and_values_does_not_leak(plugin, hopper, head_dim):
         seen[..., 5::7] = False
         call = simple_call(1, 2, length, head_dim=head_dim, attn_mask=seen)
         grad_out = gradient_for(call)
-        with hopper(), ordered_where_possible(head_dim):
+        with hopper(), deterministic():
             out, logsumexp = plugin.attention(call.query, call.key, call.value, seen, return_lse=True)
             clean = gradients_of(call, out, logsumexp, grad_out)
             key, value = call.key.clone(), call.value.clone()
             value[:, :, 5::14], value[:, :, 12::14] = torch.nan, torch.inf
             dirty = gradients_of(dataclasses.replace(call, value=value), out, logsumexp, grad_out)
-            assert same(dirty, clean, head_dim <= 112)
+            assert same(dirty, clean)
             key[:, :, 5::14], key[:, :, 12::14] = torch.nan, -torch.inf
             dirty = gradients_of(dataclasses.replace(call, key=key, value=value), out, logsumexp, grad_out)
-            assert same((clean[0], *dirty[1:]), clean, True)
+            assert same(dirty[1:], clean[1:])
         assert not clean[1][:, :, 5::7].any() and not clean[2][:, :, 5::7].any()
 
 
@@ -254,21 +247,22 @@ def test_tiles_that_nobody_sees_are_not_visited(hopper, head_dim):
     call = simple_call(1, 2, 1024, head_dim=head_dim, attn_mask=seen)
     grad_out = gradient_for(call)
     names = ("query", "key", "value")
-    with hopper(), ordered_where_possible(head_dim):
+    with hopper(), deterministic():
         clean = results_of(call, grad_out)
         call.key[:, :, 256:384] = call.value[:, :, 256:384] = torch.nan
         dirty = results_of(call, grad_out)
     assert torch.equal(dirty["out"], clean["out"])
-    assert same(tuple(dirty[n] for n in names), tuple(clean[n] for n in names), head_dim <= 112)
+    assert same(tuple(dirty[n] for n in names), tuple(clean[n] for n in names))
 
 
 @pytest.mark.parametrize("head_dim", [64, 112, 128])
 @pytest.mark.parametrize("name", ["dead rows", "upper", "nothing", "one row", "one column", "sparse"])
-def test_rows_and_columns_that_see_nothing_have_gradients_of_zero(hopper, name, head_dim):
-    """And every element is written: deterministic mode fills new tensors with NaN."""
+def test_rows_and_columns_that_see_nothing_have_gradients_of_zero(hopper, poison_free_memory, name, head_dim):
+    """And every element is written: new memory is full of NaN."""
     call = simple_call(2, 2, 300, 333, head_dim, attn_mask=pattern(name, 300, 333))
     rows, columns = call.attn_mask.any(-1)[0, 0], call.attn_mask.any(-2)[0, 0]
-    for mode in (False, True) if head_dim <= 112 else (False,):
+    for mode in (False, True):
+        poison_free_memory()
         torch.use_deterministic_algorithms(mode)
         try:
             with hopper():
@@ -284,7 +278,7 @@ def test_rows_and_columns_that_see_nothing_have_gradients_of_zero(hopper, name, 
 
 
 @pytest.mark.parametrize("name", ["causal", "random", "window", "checkerboard"])
-@pytest.mark.parametrize("head_dim", [64, 96, 112])
+@pytest.mark.parametrize("head_dim", [64, 96, 112, 128])
 def test_deterministic_mode_repeats_bit_by_bit(hopper, note, head_dim, name):
     call = simple_call(2, 8, 700, 1000, head_dim, kv_heads=4, attn_mask=pattern(name, 700, 1000))
     grad_out = gradient_for(call)
@@ -441,9 +435,11 @@ def test_dropout_beside_a_mask_in_parts(hopper_backward_ran, in_parts, batch):
     check_dropout(simple_call(batch, 8, 333, 500, 64, kv_heads=4, attn_mask=mask), 0.2)
 
 
+@pytest.mark.parametrize("name", [None, "causal", "random"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_deterministic_dropout_repeats_bit_by_bit(hopper_backward_ran, head_dim):
-    call = simple_call(2, 8, 700, 1000, head_dim, is_causal=True)
+def test_deterministic_dropout_repeats_bit_by_bit(hopper_backward_ran, head_dim, name):
+    mask = None if name is None else pattern(name, 700, 1000)
+    call = simple_call(2, 8, 700, 1000, head_dim, is_causal=name is None, attn_mask=mask)
     with deterministic():
         first = dropout_gradients(call, 0.1, 5)
         for _ in range(5):
