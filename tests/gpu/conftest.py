@@ -315,7 +315,7 @@ def check_call(plugin, launched, note) -> Callable[..., dict[str, Tensor]]:
 def poison_free_memory() -> Callable[[], None]:
     """Makes all that the allocator has to give NaN: what lies between tensors, and enough new memory."""
 
-    def poison() -> None:
+    def fill() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         blocks, reserved = [], torch.cuda.memory_reserved()
@@ -329,12 +329,17 @@ def poison_free_memory() -> Callable[[], None]:
                 blocks.append(block)
         blocks += [torch.full((2**28,), torch.nan, device="cuda")]  # which large tensors are cut from
         blocks += [torch.full((2**18,), torch.nan, device="cuda") for _ in range(64)]  # and which small ones are
-        del blocks
+
+    def poison() -> None:
         fills = torch.utils.deterministic.fill_uninitialized_memory  # in deterministic mode torch.empty is NaN anyway
         torch.utils.deterministic.fill_uninitialized_memory = False
         try:
-            for size in (1, 2**10, 2**17, 2**20, 2**26):
-                assert torch.empty(size, device="cuda").isnan().all(), size
+            fill()
+            # All before any is looked at, which leaves other numbers in memory.
+            probes = [torch.empty(size, device="cuda") for size in (1, 2**10, 2**17, 2**20, 2**26)]
+            assert all(probe.isnan().all() for probe in probes)
+            del probes
+            fill()
         finally:
             torch.utils.deterministic.fill_uninitialized_memory = fills
 
