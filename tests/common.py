@@ -24,6 +24,7 @@ For the largest element the model is doubled: it is a standard deviation, and th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -50,6 +51,17 @@ TF32_UNIT = 2.0**-11
 # arithmetic alike, so nothing is allowed for it.
 SCORE_UNIT = 2.0**-23
 LARGE_SCORE = 1e6
+
+
+@contextlib.contextmanager
+def deterministic_mode(wanted: bool = True) -> Iterator[None]:
+    """Under torch.use_deterministic_algorithms, or not."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 @dataclasses.dataclass

@@ -18,6 +18,8 @@ from torch_flashbackend import _torch, driver, nvrtc
 from torch_flashbackend.kernels import KernelUnavailable, launch_counts
 from torch_flashbackend.kernels.cuda import backward, forward, tiles
 
+from common import deterministic_mode
+
 REFUSED, NO_CONTEXT, BROKEN = 1, 201, 700  # CUresults: invalid value, invalid context, illegal address
 
 
@@ -301,9 +303,6 @@ def test_a_prepared_forward_serves_deterministic_mode_too(cuda):
     plan, long_way = forward.plan(query, key, value, out, False, False, 0.25), []
     of_out = (*out.shape,), out.stride(), out.dtype
     prepared = plan.prepared(of_out, None, query, lambda *qkv: long_way.append(qkv))
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_mode():
         prepared(query, key, value)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert not long_way and len(cuda.made) == 1

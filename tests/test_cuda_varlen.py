@@ -16,6 +16,8 @@ from torch_flashbackend.kernels.cuda import varlen
 from torch_flashbackend.kernels.cuda.backward import BackwardParams
 from torch_flashbackend.kernels.triton.varlen import Extras, Options
 
+from common import deterministic_mode
+
 ENTRIES = 0x5000
 
 
@@ -132,11 +134,8 @@ def test_backwards_that_are_tritons(packed):
     logsumexp = OnDevice.make(4, 1000, dtype=torch.float32)
     query, key, value, out = tensors()
     assert varlen.takes_backward(out, query, key, value, CAUSAL, extras, logsumexp)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_mode():
         assert not varlen.takes_backward(out, query, key, value, CAUSAL, extras, logsumexp)
-    finally:
-        torch.use_deterministic_algorithms(False)
     wide = tensors(head_dim=192)
     assert not varlen.takes_backward(wide[3], *wide[:3], CAUSAL, extras, logsumexp)
 

@@ -16,6 +16,8 @@ import torch_flashbackend
 from torch_flashbackend import _torch, cache_tag, decisions, kernel_hook, ops, override, reference, routing, stats
 from torch_flashbackend.kernels import KernelUnavailable
 
+from common import deterministic_mode
+
 sdpa = F.scaled_dot_product_attention
 
 
@@ -811,11 +813,8 @@ def test_what_a_rule_may_look_at_is_in_the_key():
                     calls[0]()
             number += 1
             assert len(seen) == number
-        torch.use_deterministic_algorithms(True)
-        try:
+        with deterministic_mode():
             calls[0]()
-        finally:
-            torch.use_deterministic_algorithms(False)
         assert len(seen) == number + 1
         torch.backends.cuda.matmul.fp32_precision = "tf32"
         try:

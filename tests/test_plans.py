@@ -14,6 +14,8 @@ from torch_flashbackend import _torch, decisions, ops, plans, reference
 from torch_flashbackend.kernels.cuda import backward as hopper_backward
 from torch_flashbackend.kernels.cuda import backward_parts
 
+from common import deterministic_mode
+
 OTHERS = {
     "shape": lambda t: t[:, :, :4],
     "strides": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
@@ -226,11 +228,8 @@ def test_another_scale_mode_or_layout_is_another_plan(hopper):
     once(0.3, OTHERS["strides"](grad_out))
     once(0.3, torch.ones(()).expand(1, 2, 8, 16))
     assert hopper.made[5:] == ["backward"] * 2
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_mode():
         once(0.3, grad_out)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert hopper.made[7:] == ["backward"]
 
 

@@ -9,7 +9,6 @@ of a warp arrives where else one does for all.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -23,6 +22,8 @@ from torch import Tensor
 import torch_flashbackend as plugin
 from torch_flashbackend import kv_cache, ops
 from torch_flashbackend.kernels.cuda import decode_tiles, sources, tiles
+
+from common import deterministic_mode
 
 LENGTHS = ((200, 333), (65, 64), (700, 64))
 
@@ -84,13 +85,6 @@ def attend_all(head_dim: int, head_dim_v: int | None = None, *, trains: bool = T
             attend(lengths, head_dim, head_dim_v, trains=trains, is_causal=is_causal)
 
 
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def bool_masks(seqlen_q: int, seqlen_k: int) -> Iterator[Tensor]:
     """Some of a tile's keys; a tail of keys, for all queries. Every query sees the first key."""
     for shape in ((2, 1, seqlen_q, seqlen_k), (2, 1, 1, seqlen_k)):
@@ -124,7 +118,7 @@ def add_dense(head_dim: int, head_dim_v: int | None = None) -> None:
 
     @program(f"deterministic backward {name}", "flash_backward")
     def _() -> None:
-        with deterministic():
+        with deterministic_mode():
             attend_all(head_dim, head_dim_v)
 
 

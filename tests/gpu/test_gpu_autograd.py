@@ -11,7 +11,7 @@ from test_autograd import TRANSFORMS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from common import check, expect, gradient_for, simple_call
+from common import check, deterministic_mode, expect, gradient_for, simple_call
 
 sdpa = F.scaled_dot_product_attention
 
@@ -64,13 +64,9 @@ def test_checkpoint(plugin, launched, device, take_everything, reentrant, dropou
         out.square().sum().backward()
         return [out, *(t.grad for t in inputs)]
 
-    torch.use_deterministic_algorithms(True)
-    try:
-        with launched():
-            for a, b in zip(run(True), run(False)):
-                assert torch.equal(a, b)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with launched(), deterministic_mode():
+        for a, b in zip(run(True), run(False)):
+            assert torch.equal(a, b)
 
 
 def test_saving_on_the_cpu(plugin, launched, note, device, take_everything):

@@ -11,7 +11,7 @@ from varlen_cases import varlen_call
 
 from torch_flashbackend import kv_cache
 
-from common import Call, gradient_for, results_of, simple_call
+from common import Call, deterministic_mode, gradient_for, results_of, simple_call
 
 pytestmark = pytest.mark.cuda_only
 BATCH = 37
@@ -26,9 +26,8 @@ def invariant(plugin):
 
 @pytest.fixture
 def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with deterministic_mode():
+        yield
 
 
 def rows_of(call: Call, first: int, last: int) -> Call:

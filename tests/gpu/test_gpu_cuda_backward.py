@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from backward_forms import FORMS, use_form
 from hopper_calls import ALIGNED_LAYOUTS, DTYPES, HOPPER_ONLY, MANY, draw, gradient_checker
 
-from common import Call, check, expect, gradient_for, results_of, simple_call, tensor_in_layout
+from common import Call, check, deterministic_mode, expect, gradient_for, results_of, simple_call, tensor_in_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = HOPPER_ONLY
@@ -23,15 +23,6 @@ RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "1000"))
 CHUNK = 10
 COPIED_LAYOUTS = ("expanded_heads", "unaligned", "odd_strides", "strided_last")  # of grad_out
 KERNELS = ("flash", "cudnn", "math")
-
-
-@contextlib.contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS)
@@ -187,7 +178,7 @@ def test_random_calls(check_gradients, monkeypatch, first):
         form = modes[seed % len(modes)]
         if form:
             use_form(monkeypatch, **form)
-        with contextlib.nullcontext() if form else deterministic():
+        with deterministic_mode(form is None):
             check_gradients(*random_hopper_call(seed))
 
 
@@ -231,7 +222,7 @@ def test_neighbours_are_neither_read_nor_written(hopper, poison_free_memory, hea
     for window, source in zip(windows, (call.query, call.key, call.value, grad_out)):
         window.copy_(source)
     poison_free_memory()
-    with hopper(), deterministic():
+    with hopper(), deterministic_mode():
         apart = results_of(dataclasses.replace(call, is_causal=is_causal), grad_out)
         inside = results_of(Call(*windows[:3], is_causal=is_causal), windows[3])
     for name, grad in apart.items():
@@ -282,7 +273,7 @@ def test_deterministic_mode_repeats_bit_by_bit(hopper, note, shape, head_dims, i
     head_dim, head_dim_v = head_dims
     call = simple_call(*shape, head_dim, kv_heads=shape[1] // 2, is_causal=is_causal, head_dim_v=head_dim_v)
     grad_out = gradient_for(call)
-    with hopper(), deterministic():
+    with hopper(), deterministic_mode():
         first = results_of(call, grad_out)
         for turn in range(20):
             again = results_of(call, grad_out)
@@ -311,7 +302,7 @@ def test_backwards_that_follow_at_once(hopper, note, form, head_dim):
             torch.testing.assert_close(grads[0], results[0][0], rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, deterministic], ids=["default", "deterministic"])
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, deterministic_mode], ids=["default", "deterministic"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_launches_on_streams_at_once(hopper, form, head_dim, mode):
     """They do not share what they count blocks with."""
@@ -335,7 +326,7 @@ def test_launches_on_streams_at_once(hopper, form, head_dim, mode):
                 assert torch.equal(result[name], grad), name
 
 
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, deterministic], ids=["default", "deterministic"])
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, deterministic_mode], ids=["default", "deterministic"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_cuda_graph_of_forward_and_backward(hopper, note, form, is_causal, mode):
     call = simple_call(2, 4, 500, head_dim=128, kv_heads=2, is_causal=is_causal)

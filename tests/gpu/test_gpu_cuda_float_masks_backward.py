@@ -14,7 +14,7 @@ import os
 import pytest
 import torch
 from hopper_calls import gradient_checker
-from test_gpu_cuda_backward import deterministic, hopper
+from test_gpu_cuda_backward import hopper
 from test_gpu_cuda_float_masks import (
     BFLOAT,
     HALF,
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch_flashbackend import ops
 from torch_flashbackend.kernels.cuda import backward, backward_parts, forward
 
-from common import Call, block_pattern, check, expect, gradient_for, results_of, simple_call
+from common import Call, block_pattern, check, deterministic_mode, expect, gradient_for, results_of, simple_call
 
 __all__ = ["all_batches_at_once", "hopper", "pytestmark"]  # fixtures and the marks of this file too
 
@@ -388,7 +388,7 @@ def test_calls_that_are_tritons(plugin, hopper, note, why):
     grad_out = gradient_for(call)
     with hopper(False):
         if why == "deterministic":
-            with deterministic():
+            with deterministic_mode():
                 results = results_of(call, grad_out)
         elif why == "column":
             out, logsumexp = ops._attention_forward_cuda(

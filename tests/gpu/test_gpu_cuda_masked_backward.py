@@ -15,7 +15,7 @@ import pytest
 import torch
 from backward_forms import use_form
 from hopper_calls import DTYPES, MANY, draw, gradient_checker, pattern
-from test_gpu_cuda_backward import deterministic, hopper
+from test_gpu_cuda_backward import hopper
 from test_gpu_cuda_masks import (
     MASK_LAYOUTS,
     MASK_SHAPES,
@@ -32,6 +32,7 @@ from common import (
     Call,
     block_pattern,
     check,
+    deterministic_mode,
     expect,
     gradient_for,
     results_of,
@@ -227,7 +228,7 @@ def test_nan_in_hidden_keys_and_values_does_not_leak(plugin, hopper, head_dim):
         seen[..., 5::7] = False
         call = simple_call(1, 2, length, head_dim=head_dim, attn_mask=seen)
         grad_out = gradient_for(call)
-        with hopper(), deterministic():
+        with hopper(), deterministic_mode():
             out, logsumexp = plugin.attention(call.query, call.key, call.value, seen, return_lse=True)
             clean = gradients_of(call, out, logsumexp, grad_out)
             key, value = call.key.clone(), call.value.clone()
@@ -247,7 +248,7 @@ def test_tiles_that_nobody_sees_are_not_visited(hopper, head_dim):
     call = simple_call(1, 2, 1024, head_dim=head_dim, attn_mask=seen)
     grad_out = gradient_for(call)
     names = ("query", "key", "value")
-    with hopper(), deterministic():
+    with hopper(), deterministic_mode():
         clean = results_of(call, grad_out)
         call.key[:, :, 256:384] = call.value[:, :, 256:384] = torch.nan
         dirty = results_of(call, grad_out)
@@ -263,12 +264,8 @@ def test_rows_and_columns_that_see_nothing_have_gradients_of_zero(hopper, poison
     rows, columns = call.attn_mask.any(-1)[0, 0], call.attn_mask.any(-2)[0, 0]
     for mode in (False, True):
         poison_free_memory()
-        torch.use_deterministic_algorithms(mode)
-        try:
-            with hopper():
-                results = results_of(call, gradient_for(call))
-        finally:
-            torch.use_deterministic_algorithms(False)
+        with hopper(), deterministic_mode(mode):
+            results = results_of(call, gradient_for(call))
         assert all(result.isfinite().all() for result in results.values())
         assert not results["query"][:, :, ~rows].any()
         assert not results["key"][:, :, ~columns].any() and not results["value"][:, :, ~columns].any()
@@ -282,7 +279,7 @@ def test_rows_and_columns_that_see_nothing_have_gradients_of_zero(hopper, poison
 def test_deterministic_mode_repeats_bit_by_bit(hopper, note, head_dim, name):
     call = simple_call(2, 8, 700, 1000, head_dim, kv_heads=4, attn_mask=pattern(name, 700, 1000))
     grad_out = gradient_for(call)
-    with hopper(), deterministic():
+    with hopper(), deterministic_mode():
         first = results_of(call, grad_out)
         for _ in range(10):
             again = results_of(call, grad_out)
@@ -440,7 +437,7 @@ def test_dropout_beside_a_mask_in_parts(hopper_backward_ran, in_parts, batch):
 def test_deterministic_dropout_repeats_bit_by_bit(hopper_backward_ran, head_dim, name):
     mask = None if name is None else pattern(name, 700, 1000)
     call = simple_call(2, 8, 700, 1000, head_dim, is_causal=name is None, attn_mask=mask)
-    with deterministic():
+    with deterministic_mode():
         first = dropout_gradients(call, 0.1, 5)
         for _ in range(5):
             again = dropout_gradients(call, 0.1, 5)["cuda"]

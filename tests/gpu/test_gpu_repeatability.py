@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from torch_flashbackend import _torch
 
-from common import attention_float64, check, expect, gradient_for, results_of, simple_call
+from common import attention_float64, check, deterministic_mode, expect, gradient_for, results_of, simple_call
 
 KINDS = ("dense", "causal", "bool", "bias_grad", "broadcast_bias_grad", "gqa", "float32", "value_dim", "dropout")
 
@@ -45,9 +45,8 @@ def run(call, grad_out, kind):
 
 @pytest.fixture
 def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with deterministic_mode():
+        yield
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,14 +67,10 @@ def test_every_element_is_written(plugin, launched, note, backend, poison_free_m
     """New memory is full of NaN here: what is left unwritten, or read before it is written, shows."""
     call = make_call(kind, "cuda")
     grad_out = gradient_for(call)
-    with plugin.sdpa_backend(backend), launched():
-        torch.use_deterministic_algorithms(in_order)
-        try:
-            clean = run(call, grad_out, kind)
-            poison_free_memory()
-            poisoned = run(call, grad_out, kind)
-        finally:
-            torch.use_deterministic_algorithms(False)
+    with plugin.sdpa_backend(backend), launched(), deterministic_mode(in_order):
+        clean = run(call, grad_out, kind)
+        poison_free_memory()
+        poisoned = run(call, grad_out, kind)
     for name in clean:
         assert poisoned[name].isfinite().all(), name
     if kind != "dropout":

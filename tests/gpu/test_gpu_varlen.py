@@ -26,6 +26,8 @@ from varlen_cases import (
 from torch_flashbackend.kernels import launch_counts
 from torch_flashbackend.kernels.cuda import varlen as cuda_varlen
 
+from common import deterministic_mode
+
 RANDOM_CALLS = int(os.environ.get("FLASHBACKEND_RANDOM_CALLS", "200"))
 CHUNK = 10
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -155,14 +157,11 @@ def test_the_hopper_kernel_takes_plain_calls(plugin, device, head_dim, is_causal
 def test_deterministic_algorithms_repeat_the_bits(plugin, device):
     call = varlen_call(MIXED, None, 8, 2, 128, dtype=BFLOAT, device=device, window=(-1, 0))
     grad_out = gradient_for_varlen(call)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_mode():
         first = results_of_varlen(plugin, call, grad_out)
         for _ in range(5):
             again = results_of_varlen(plugin, call, grad_out)
             assert all(torch.equal(first[name], again[name]) for name in first)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.cuda_only
