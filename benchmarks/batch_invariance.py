@@ -22,8 +22,8 @@ import torch_flashbackend
 from benchmarks import contenders, harness
 from benchmarks.cases import Case, make_inputs
 from benchmarks.generate import plugin
-from benchmarks.harness import Budget, Meter, Results, Run, say, significant
-from benchmarks.measure import times_and_aa
+from benchmarks.harness import Meter, Run, significant
+from benchmarks.measure import measure_costs, times_and_aa
 
 COLUMNS = ("default", "plugin", "invariant")
 
@@ -85,19 +85,7 @@ def measure_case(case: Case, meter: Meter) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Measure and write the results file."""
     arguments = harness.parser(__doc__.splitlines()[0], budget_s=60).parse_args(argv)
-    budget = Budget(arguments.budget)
-    rounds, round_ms = (2, 0.2) if arguments.smoke else (arguments.rounds, arguments.round_ms)
-    meter = Meter(arguments.device, rounds, round_ms)
-    facts = harness.environment(arguments.device)
-    path = harness.results_path(arguments, facts, "batch_invariance")
-    results = Results(path, "batch_invariance", facts, vars(arguments))
-    wanted = [case for case in cases() if harness.asked_for(arguments, case.label)]
-    if arguments.smoke:
-        wanted = list({case.smaller(): None for case in wanted})
-    for case in results.each(wanted, budget):
-        row = measure_case(case, meter)
-        results.add(row)
-        say(f"[{budget.used:.0f} s] {row['label']}: {row['gpu_ms']}, {row['cost']} times as long")
+    results = measure_costs("batch_invariance", cases(), measure_case, arguments)
     rows = []
     for row in results.data["rows"]:
         times = [f"{row['gpu_ms'][name]:.4g}" for name in COLUMNS]

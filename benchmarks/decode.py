@@ -141,15 +141,12 @@ def measure_case(case: Case, meter: Meter, rounds: int, smoke: bool) -> dict[str
 def main(argv: list[str] | None = None) -> int:
     arguments = harness.parser(__doc__.splitlines()[0], budget_s=240).parse_args(argv)
     budget = Budget(arguments.budget)
-    chosen = [case for case in cases.decode() if harness.asked_for(arguments, case.label)]
-    if arguments.smoke:
-        chosen = list({case.smaller(): None for case in chosen})
     contenders.take_everything()
     facts = harness.environment(arguments.device)
     names = {**vars(arguments), "contenders": CONTENDERS}
     results = Results(harness.results_path(arguments, facts, "decode"), "decode", facts, names)
     meter = Meter(arguments.device, 2 if arguments.smoke else arguments.rounds, 0.2 if arguments.smoke else 4.0)
-    for case in results.each(chosen, budget):
+    for case in results.each(harness.chosen(arguments, cases.decode()), budget):
         row = measure_case(case, meter, 2 if arguments.smoke else 2 * arguments.rounds + 1, arguments.smoke)
         results.add(row)
         shown = "  ".join(f"{name} {us} us {row['tb_per_s'][name]} TB/s" for name, us in row["us"].items())

@@ -19,8 +19,8 @@ import torch
 
 from benchmarks import contenders, harness
 from benchmarks.cases import Case, make_inputs
-from benchmarks.harness import Budget, Context, Meter, Results, say, significant
-from benchmarks.measure import times_and_aa
+from benchmarks.harness import Context, Meter, significant
+from benchmarks.measure import measure_costs, times_and_aa
 
 COLUMNS = ("stock", "usual", "ordered")
 
@@ -93,22 +93,8 @@ def measure_case(case: Case, meter: Meter) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Measure and write the results file."""
     arguments = harness.parser(__doc__.splitlines()[0], budget_s=150).parse_args(argv)
-    budget = Budget(arguments.budget)
     contenders.take_everything()
-    rounds, round_ms = (2, 0.2) if arguments.smoke else (arguments.rounds, arguments.round_ms)
-    meter = Meter(arguments.device, rounds, round_ms)
-    facts = harness.environment(arguments.device)
-    path = harness.results_path(arguments, facts, "deterministic")
-    results = Results(path, "deterministic", facts, vars(arguments))
-    wanted = [case for case in cases() if harness.asked_for(arguments, case.label)]
-    if arguments.smoke:
-        wanted = list({case.smaller(): None for case in wanted})
-    for case in results.each(wanted, budget):
-        row = measure_case(case, meter)
-        results.add(row)
-        say(f"[{budget.used:.0f} s] {row['label']}: {row['gpu_ms']}, {row['cost']} times as long")
-        if meter.cuda:
-            torch.cuda.empty_cache()
+    measure_costs("deterministic", cases(), measure_case, arguments)
     return 0
 
 

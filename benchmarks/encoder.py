@@ -215,8 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     if known:
         results.data["sense"] = sense(encoders["float"], texts, device)
         say(f"sentences that mean the same, and that do not: {results.data['sense']}")
-    rounds, round_ms = (2, 0.2) if arguments.smoke else (arguments.rounds, arguments.round_ms)
-    meter = Meter(arguments.device, rounds, round_ms)
+    meter = harness.meter_of(arguments)
     clocks = ClockLog(device)
     left, wrong = [], []
     try:

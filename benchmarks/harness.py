@@ -432,6 +432,18 @@ def asked_for(arguments: argparse.Namespace, label: str) -> bool:
     return any(text in label for text in arguments.only.split(","))
 
 
+def chosen(arguments: argparse.Namespace, cases: Iterable[Any]) -> list[Any]:
+    """Those cases, with `label` and `smaller()`, that are to be measured: with --smoke smaller ones, each once."""
+    wanted = [case for case in cases if asked_for(arguments, case.label)]
+    return list({case.smaller(): None for case in wanted}) if arguments.smoke else wanted
+
+
+def meter_of(arguments: argparse.Namespace) -> Meter:
+    """With --smoke one that hardly measures."""
+    rounds, round_ms = (2, 0.2) if arguments.smoke else (arguments.rounds, arguments.round_ms)
+    return Meter(arguments.device, rounds, round_ms)
+
+
 def results_path(arguments: argparse.Namespace, facts: dict[str, Any], kind: str) -> Path:
     """Where results go. Some of the cases get a file of their own: they must not take the place of all of them."""
     parts = [slug(facts["gpu"]), kind, slug(arguments.only)]

@@ -1,7 +1,8 @@
 """One row of a results file: everything that is measured about one case.
 
 Imports torch, contenders.py, cases.py and harness.py. Imported by attention.py and special.py, which only differ in
-their cases and contenders; `main` is their whole command line.
+their cases and contenders; `main` is their whole command line. Of deterministic.py and batch_invariance.py
+`measure_costs` is most.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -113,9 +115,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
 def main(kind: str, module: str, cases: list[Case], names: list[str], arguments: argparse.Namespace) -> int:
     """Measures the cases within the budget, writes the results file after each, prints a table. Returns 0, or 1."""
     budget = Budget(arguments.budget)
-    cases = [case for case in cases if harness.asked_for(arguments, case.label)]
-    if arguments.smoke:
-        cases = list({case.smaller(): None for case in cases})
+    cases = harness.chosen(arguments, cases)
     if arguments.forward_only:
         cases = [dataclasses.replace(case, training=False) for case in cases]
     cases = harness.shard(cases, arguments.shard)
@@ -129,8 +129,7 @@ def main(kind: str, module: str, cases: list[Case], names: list[str], arguments:
         extra += ["--forward-only"] if arguments.forward_only else []
         harness.precompile(module, arguments.workers, 0.5 * arguments.budget, extra)
 
-    rounds, round_ms = (2, 0.2) if arguments.smoke else (arguments.rounds, arguments.round_ms)
-    meter = Meter(arguments.device, rounds, round_ms)
+    meter = harness.meter_of(arguments)
     facts = harness.environment(arguments.device)
     path = harness.results_path(arguments, facts, kind)
     results = Results(path, kind, facts, {**vars(arguments), "contenders": names})
@@ -156,6 +155,23 @@ def main(kind: str, module: str, cases: list[Case], names: list[str], arguments:
         results.finish(left_out)
     print_tables(results.data["rows"], names)
     return 0
+
+
+def measure_costs(
+    kind: str, cases: list[Case], measure: Callable[[Case, Meter], dict[str, Any]], arguments: argparse.Namespace
+) -> Results:
+    """Measures what a mode of ours costs: rows with `gpu_ms` and `cost`, and the results file after each."""
+    budget = Budget(arguments.budget)
+    meter = harness.meter_of(arguments)
+    facts = harness.environment(arguments.device)
+    results = Results(harness.results_path(arguments, facts, kind), kind, facts, vars(arguments))
+    for case in results.each(harness.chosen(arguments, cases), budget):
+        row = measure(case, meter)
+        results.add(row)
+        say(f"[{budget.used:.0f} s] {row['label']}: {row['gpu_ms']}, {row['cost']} times as long")
+        if meter.cuda:
+            torch.cuda.empty_cache()
+    return results
 
 
 def summary(row: dict[str, Any]) -> str:

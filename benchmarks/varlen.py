@@ -310,13 +310,10 @@ def measure_case(case: VarlenCase, meter: Meter, clocks: ClockLog) -> dict[str, 
 def run(arguments: argparse.Namespace) -> int:
     """Measures the cases within the budget and writes the results file after each."""
     budget = Budget(arguments.budget)
-    chosen = [case for case in cases() if harness.asked_for(arguments, case.label)]
-    if arguments.smoke:
-        chosen = list({case.smaller(): None for case in chosen})
+    chosen = harness.chosen(arguments, cases())
     contenders.take_everything()
     facts = harness.environment(arguments.device)
-    rounds, round_ms = (2, 0.2) if arguments.smoke else (arguments.rounds, arguments.round_ms)
-    meter = Meter(arguments.device, rounds, round_ms)
+    meter = harness.meter_of(arguments)
     path = harness.results_path(arguments, facts, "varlen")
     results = Results(path, "varlen", facts, {**vars(arguments), "contenders": list(NAMES)})
     clocks = ClockLog(meter.device)
