@@ -36,8 +36,8 @@ constexpr int HALF_BOX_BYTES = HALF_ROWS * BOX_ROW_BYTES;
 static_assert(STEP_M == HALF_ROWS, "a step is half of a tile");
 static_assert(CONSUMERS == HALVES, "each warpgroup computes grad_query of one half's rows");
 
-// Named barriers: of all consumers; DETERMINISTIC, of each warpgroup, that its turn has come and that it has added.
-constexpr int ALL_CONSUMERS = 1, TURN_CAME = 2, ADDED = TURN_CAME + CONSUMERS, ORDER_THREADS = 128 + 32;
+// The named barrier of all consumers.
+constexpr int ALL_CONSUMERS = 1;
 
 // Byte addresses in shared memory.
 struct Shared {
@@ -60,6 +60,9 @@ struct Shared {
   __device__ uint32_t do_empty(int half) const { return barrier(2 + 3 * HALVES + half); }
   __device__ uint32_t ds_full(int half) const { return barrier(2 + 4 * HALVES + half); }
   __device__ uint32_t ds_empty(int half) const { return barrier(2 + 5 * HALVES + half); }
+  // DETERMINISTIC: a warpgroup's turn has come; it has added its share.
+  __device__ uint32_t turn_came(int warpgroup) const { return barrier(2 + 6 * HALVES + warpgroup); }
+  __device__ uint32_t added(int warpgroup) const { return barrier(2 + 6 * HALVES + CONSUMERS + warpgroup); }
 };
 
 // Half of the rows of a query or grad_out tile; `row`: the half's first in the tensor.
@@ -105,19 +108,21 @@ __device__ __forceinline__ void load_tiles(const TensorMap& query_map, const Ten
   });
 }
 
-// DETERMINISTIC: a warp beside a consumer. It hands on the turn at the query tile before and looks whether that at the
-// next one has come, beside the consumer's products for that one.
-__device__ __forceinline__ void keep_order(const Work& work, const BackwardParams& params, int warpgroup) {
+// DETERMINISTIC: a thread beside a consumer. It hands on the turn at the query tile before and looks whether that at
+// the next one has come, beside the consumer's products for that one.
+__device__ __forceinline__ void keep_order(const Work& work, const BackwardParams& params, const Shared& shared,
+                                           int warpgroup) {
   int* before = nullptr;
+  uint32_t phase = 0;
   for_each_tile(work, params, [&](int, int, int number, int) {
     int* const turn = params.semaphores + (int64_t)number * SEMAPHORES + warpgroup;
-    if (threadIdx.x % 32 == 0) semaphore_hand_on(before, turn, work.k_tile);
-    __syncwarp();
-    named_sync(TURN_CAME + warpgroup, ORDER_THREADS);
-    named_sync(ADDED + warpgroup, ORDER_THREADS);
+    semaphore_hand_on(before, turn, work.k_tile);
+    barrier_arrive(shared.turn_came(warpgroup));
+    barrier_wait(shared.added(warpgroup), phase);
+    phase ^= 1;
     before = turn;
   });
-  if (threadIdx.x % 32 == 0 && before) semaphore_add(before);
+  if (before) semaphore_add(before);
 }
 
 // columns[64, a box] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, a box]; columns past HEAD_DIM are zeros
@@ -163,14 +168,15 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   };
   // Adds it to the sums of query tile `number`.
   const auto add_box = [&](const float (&columns)[BOX_COLUMNS / 2], int box, int number) {
-    if (DETERMINISTIC && box == 0) named_sync(TURN_CAME + warpgroup, ORDER_THREADS);
+    // The second warpgroup is a tile behind.
+    if (DETERMINISTIC && box == 0) barrier_wait(shared.turn_came(warpgroup), phase ^ warpgroup);
     float* sums = params.sums + (int64_t)number * (BLOCK_M * HEAD_DIM) + Piece(warpgroup).offset +
                   (box * (BOX_COLUMNS / 8) * 128 + threadIdx.x % 128) * 4;
 #pragma unroll
     for (int group = 0; group < BOX_COLUMNS / 8; ++group)
       if (HEAD_DIM % BOX_COLUMNS == 0 || box * BOX_COLUMNS + 8 * group < HEAD_DIM)
         reduce_four(sums + group * 128 * 4, columns + 4 * group);
-    if (DETERMINISTIC && box == BOXES - 1) named_arrive(ADDED + warpgroup, ORDER_THREADS);
+    if (DETERMINISTIC && box == BOXES - 1) warp_arrive_together(shared.added(warpgroup), lane);
   };
 
   int left = work.tiles(params) * (params.num_heads / params.num_kv_heads) * HALVES;
@@ -324,6 +330,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
       barrier_init(shared.ds_full(half), 4 * CONSUMERS * WARP_ARRIVALS);
       barrier_init(shared.ds_empty(half), 4 * WARP_ARRIVALS);
     }
+    for (int warpgroup = 0; warpgroup < CONSUMERS; ++warpgroup) {
+      barrier_init(shared.turn_came(warpgroup), 1);
+      barrier_init(shared.added(warpgroup), 4 * WARP_ARRIVALS);
+    }
     barrier_init_fence();
   }
   __syncthreads();
@@ -332,7 +342,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     registers_release<PRODUCER_REGISTERS>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) load_tiles(query_map, key_map, value_map, grad_out_map, work, params, shared);
-    if (DETERMINISTIC && 1 <= warp && warp <= CONSUMERS) keep_order(work, params, warp - 1);
+    if (DETERMINISTIC && threadIdx.x % 32 == 0 && 1 <= warp && warp <= CONSUMERS)
+      keep_order(work, params, shared, warp - 1);
   } else {
     registers_claim<CONSUMER_REGISTERS>();
     consume(grad_key_map, grad_value_map, work, params, shared, uniform(threadIdx.x / 128) - 1);

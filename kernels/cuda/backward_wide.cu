@@ -40,9 +40,6 @@ constexpr int THREADS = 512;
 // Named barriers: nobody reads the key tile, or the value tile, any more, so that sums may leave from its place; and
 // those of one warpgroup each.
 constexpr int KEYS_READ = 1, VALUES_READ = 2, SCORES = 3, GRADIENTS = 4, QUERIES = 5;
-// DETERMINISTIC, each for even and for odd tiles: the turn has come, and that at the tile before the last one has been
-// handed on; this block's share has been added.
-constexpr int TURN_CAME = 6, TURN_THREADS = 128 + 2 * 32, ADDED = 8, ADDED_THREADS = 128 + 32;
 constexpr int PRODUCER_REGISTERS = PAIRED ? 32 : 24, SUM_REGISTERS = 208, QUERY_REGISTERS = PAIRED ? 64 : 72;
 constexpr int P_BYTES = BLOCK_M * BLOCK_N * 4;
 // grad_out arrives in portions of its columns, into a ring of slots.
@@ -82,6 +79,11 @@ struct Shared {
   __device__ uint32_t ds_empty(int stage) const { return ds_full(DS_STAGES + stage); }
   __device__ uint32_t other_ds_full(int stage) const { return ds_full(2 * DS_STAGES + stage); }
   __device__ uint32_t other_k_full() const { return ds_full(3 * DS_STAGES); }
+  // DETERMINISTIC, each for even and for odd tiles: the turn has come; this block's share has been added; the turn has
+  // been handed on.
+  __device__ uint32_t turn_came(int odd) const { return ds_full(3 * DS_STAGES + 1 + odd); }
+  __device__ uint32_t added(int odd) const { return turn_came(2 + odd); }
+  __device__ uint32_t handed_on(int odd) const { return turn_came(4 + odd); }
 };
 
 __device__ __forceinline__ void warp_arrive_remote(uint32_t barrier) {
@@ -359,27 +361,24 @@ __device__ __forceinline__ void consume_gradients(const TensorMap& grad_key_map,
 __device__ __forceinline__ int* semaphore_of(int number, const BackwardParams& params) {
   return params.semaphores + (int64_t)number * SEMAPHORES + rank_in_pair();
 }
-// A warp that waits for the block's turns.
-__device__ __forceinline__ void await_turns(const Work& work, const BackwardParams& params) {
-  int odd = 0;
+// A thread that waits for the block's turns, at most two tiles ahead of those that are handed on.
+__device__ __forceinline__ void await_turns(const Work& work, const BackwardParams& params, const Shared& shared) {
+  Ring<2> turn;
   for_each_tile(work, params, [&](int, int, int number, int) {
-    if (threadIdx.x % 32 == 0) semaphore_wait(semaphore_of(number, params), work.k_tile / BLOCKS_OF_CLUSTER);
-    __syncwarp();
-    named_sync(TURN_CAME + odd, TURN_THREADS);
-    odd ^= 1;
+    semaphore_wait(semaphore_of(number, params), work.k_tile / BLOCKS_OF_CLUSTER);
+    barrier_wait(shared.handed_on(turn.stage), turn.phase ^ 1);
+    barrier_arrive(shared.turn_came(turn.stage));
+    turn.advance();
   });
 }
-// A warp that hands them on. tiles: how many there are.
-__device__ __forceinline__ void hand_on_turns(const Work& work, int tiles, const BackwardParams& params) {
-  if (tiles > 0) named_arrive(TURN_CAME, TURN_THREADS);
-  if (tiles > 1) named_arrive(TURN_CAME + 1, TURN_THREADS);
-  int odd = 0;
+// A thread that hands them on.
+__device__ __forceinline__ void hand_on_turns(const Work& work, const BackwardParams& params, const Shared& shared) {
+  Ring<2> turn;
   for_each_tile(work, params, [&](int, int, int number, int) {
-    named_sync(ADDED + odd, ADDED_THREADS);
-    if (threadIdx.x % 32 == 0) semaphore_add(semaphore_of(number, params));
-    __syncwarp();
-    if (--tiles > 1) named_arrive(TURN_CAME + odd, TURN_THREADS);  // for the tile after the next one
-    odd ^= 1;
+    barrier_wait(shared.added(turn.stage), turn.phase);
+    semaphore_add(semaphore_of(number, params));
+    barrier_arrive(shared.handed_on(turn.stage));
+    turn.advance();
   });
 }
 
@@ -452,9 +451,9 @@ __device__ __forceinline__ void add_box_of_pair(float* sums, uint32_t grad_score
 // The warpgroup of grad_query.
 __device__ __forceinline__ void consume_queries(const Work& work, const BackwardParams& params, const Shared& shared) {
   Ring<DS_STAGES> s;
-  [[maybe_unused]] int odd = 0;
+  Ring<2> turn;
   const auto turn_came = [&] {
-    if (DETERMINISTIC) named_sync(TURN_CAME + odd, TURN_THREADS);
+    if (DETERMINISTIC) barrier_wait(shared.turn_came(turn.stage), turn.phase);
   };
   if (work.tiles(params) > 0) {
     barrier_wait(shared.k_full(), 0);
@@ -484,8 +483,10 @@ __device__ __forceinline__ void consume_queries(const Work& work, const Backward
     }
     warp_arrive(shared.ds_empty(s.stage));
     s.advance();
-    if (DETERMINISTIC) named_arrive(ADDED + odd, ADDED_THREADS);
-    odd ^= 1;
+    if (DETERMINISTIC) {
+      warp_arrive_together(shared.added(turn.stage));
+      turn.advance();
+    }
   });
   if (FUSED) {
     published();
@@ -528,6 +529,11 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
       barrier_init(shared.other_ds_full(stage), 1);
     }
     barrier_init(shared.other_k_full(), 1);
+    for (int odd = 0; odd < 2; ++odd) {
+      barrier_init(shared.turn_came(odd), 1);
+      barrier_init(shared.added(odd), 4 * WARP_ARRIVALS);
+      barrier_init(shared.handed_on(odd), 1);
+    }
     barrier_init_fence();
   }
   const auto meet = [] {
@@ -552,8 +558,8 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, 1) flash
     registers_release<PRODUCER_REGISTERS>();
     if (threadIdx.x == 0) load_tiles(query_map, key_map, value_map, grad_out_map, work, params, shared);
     if (PAIRED && threadIdx.x == 32) send_grad_scores(tiles, shared);
-    if (DETERMINISTIC && threadIdx.x / 32 == 2) await_turns(work, params);
-    if (DETERMINISTIC && threadIdx.x / 32 == 3) hand_on_turns(work, tiles, params);
+    if (DETERMINISTIC && threadIdx.x == 64) await_turns(work, params, shared);
+    if (DETERMINISTIC && threadIdx.x == 96) hand_on_turns(work, params, shared);
   } else if (warpgroup == 1) {
     registers_claim<SUM_REGISTERS>();
     consume_scores(grad_value_map, work, tiles, params, shared);
