@@ -45,6 +45,7 @@ from benchmarks import (  # noqa: E402
     tuning,
     varlen,
 )
+from torch_flashbackend import decisions, disable, policy, routing  # noqa: E402
 
 from common import (  # noqa: E402
     TOLERANCE_FACTOR,
@@ -62,6 +63,17 @@ from common import (  # noqa: E402
 
 ENVIRONMENT = {"gpu": "NVIDIA H200", "sm_count": 132, "architecture": "sm_90", "torch": "2.11.0", "triton": "3.6.0",
                "commit": "abc", "date": "2026-01-01", "cudnn": 91900}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def usual_routing(monkeypatch):
+    """Afterwards too: a benchmark, which has its process for itself as a rule, changes what routing takes."""
+    for module, name in ((policy, "judge"), (policy, "not_the_fastest_of_ours"), (routing, "AUTO")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    yield
+    monkeypatch.undo()
+    disable()
+    decisions.forget()
 
 
 # ------------------------------------------------------------------------------------------------- oracle and tolerance
@@ -230,16 +242,8 @@ def test_cases_are_distinct_and_have_inputs_of_their_shapes():
     ],
 )
 def test_scripts_run_at_tiny_sizes_on_a_cpu(tmp_path, capsys, main, kind, arguments):
-    from torch_flashbackend import decisions, disable, policy, routing
-
-    path, auto_before = tmp_path / f"{kind}.json", routing.AUTO
-    rules_before = policy.judge, policy.not_the_fastest_of_ours
-    try:
-        assert main(["--device", "cpu", "--smoke", "--out", str(path), *arguments]) == 0
-    finally:  # a benchmark has its process for itself, as a rule
-        (policy.judge, policy.not_the_fastest_of_ours), routing.AUTO = rules_before, auto_before
-        disable()
-        decisions.forget()
+    path = tmp_path / f"{kind}.json"
+    assert main(["--device", "cpu", "--smoke", "--out", str(path), *arguments]) == 0
     data = json.loads(path.read_text())
     assert data["complete"] and data["kind"] == kind and data["rows"]
     if kind == "decode":
@@ -453,6 +457,25 @@ def test_policy_holds_a_row_for_each_backend_that_was_measured(tmp_path):
         ("triton", False, 0.9, 0.9),
         ("triton", True, 1.2, 1.2),
     ]
+
+
+def test_decoding_is_judged_by_the_worse_of_eager_and_a_graph():
+    row = {"policy_case": "gqa", "eager_us": {"forward": {"cuda": 20.0, "default": 40.0}}}
+    assert make_policy.ratio(row, "forward", "cuda") == 2.0
+    assert make_policy.ratio(row | {"us": {"cuda": 18.0, "default": 20.0}}, "forward", "cuda") == 1.111
+    assert make_policy.ratio(row | {"us": {"cuda": 5.0, "default": 20.0}}, "forward", "cuda") == 2.0
+    assert make_policy.ratio(row | {"us": {"triton": 9.0, "default": 20.0}}, "forward", "cuda") == 2.0
+
+
+def test_of_several_measurements_in_one_file_the_worst_counts(tmp_path):
+    """Two masks are one kind of call."""
+    case = cases.grid()[0]
+    rows = [measured(case, 100.0, default) for default in (150.0, 110.0, 130.0)]
+    for row, default in zip(rows, (150.0, 110.0, 130.0)):
+        row["eager_us"] = {"forward": {"triton": 100.0, "default": default}}
+    rows[2]["eager_us"]["training"] = {"triton": 100.0, "default": 120.0}
+    (made,) = make_policy.make_policy([results_file(tmp_path / "a.json", "attention", rows)])["rows"]
+    assert (made["forward"], made["training"]) == (1.1, 1.2)
 
 
 def test_what_a_later_file_measured_counts(tmp_path):

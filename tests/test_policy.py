@@ -127,6 +127,7 @@ def test_dtypes(install):
         ({"dropout_p": 0.1, "kv_heads": 4}, ("dropout", "gqa")),
         ({"kv_heads": 16}, ("dense",)),
         ({"mask": "bool", "dropout_p": 0.1}, ("bool_mask", "dropout")),
+        ({"mask": "bool", "kv_heads": 4}, ("bool_mask",)),
     ],
 )
 def test_cases(kwargs, expected):
@@ -291,6 +292,17 @@ def test_a_measured_call_gets_the_verdict_of_its_own_measurement(training):
     for row in rows:
         verdict = policy._judge_all(problem_of(row, training), row.backend, policy.policies()["NVIDIA H200"])
         assert verdict.take == (row.ratio(training) >= policy.MARGIN), f"{row.backend} {row}: {verdict}"
+
+
+@pytest.mark.parametrize("kv_heads", [32, 8])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_steps_over_a_static_cache_run_on_the_kernel_that_splits_the_keys(batch, kv_heads):
+    """Of the installed policy: a prefill kernel's block for each head would take 2 to 4 times as long in a graph."""
+    policy.policies.cache_clear()
+    step = Problem.from_shapes(
+        (batch, 32, 1, 128), seqlen_k=4160, kv_heads=kv_heads, mask="bool", gpu="NVIDIA H200", architecture="sm_90"
+    )
+    assert decide(step).backend == "triton"
 
 
 def test_a_call_far_below_what_was_measured_is_unmeasured(install):

@@ -14,9 +14,10 @@
 #pragma once
 #include "registers.cuh"
 
-// Probabilities below it are exact in float16 too; above a maximum by 14 in base 2, or 9.7 in natural units, a score
-// raises the shift.
-constexpr float LARGEST_SUM = 16384.0f;
+// A score that is above the shift by more than this in base 2 raises it. float16 ends at 2^16; bfloat16 has float32's
+// range, of which much is left to values and to the number of keys. (Scores of a standard deviation of 8, in natural
+// units, reach 2^25; raising the shift for them took up to 1.9 times as long.)
+constexpr float LARGEST_SUM = IS_BF16 ? 0x1p40f : 0x1p14f;
 
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
