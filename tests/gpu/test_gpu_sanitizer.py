@@ -17,9 +17,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # Of Triton's own kernels, how shared memory is used is its compiler's affair.
 OURS = [name for name, program in sanitized.PROGRAMS.items() if program.kernels[0].startswith("flash_")]
-# Two roles of a block wait at one named barrier, each at a place of its own in the program. PTX counts the warps that
-# have arrived, wherever they are; to synccheck the block has diverged.
-TWO_PLACES = [f"deterministic backward {sizes}" for sizes in ("160", "192/128", "192", "256")]
 # Both warpgroups overwrite rows of the next sequence with the same zeros, each before it reads them itself.
 HARMLESS = "clear_rows"
 
@@ -66,10 +63,7 @@ def test_memcheck_finds_nothing(name):
     expect_no_errors(run(name, "memcheck"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.xfail(strict=True)] if name in TWO_PLACES else []) for name in OURS],
-)
+@pytest.mark.parametrize("name", OURS)
 def test_synccheck_finds_nothing(name):
     expect_no_errors(run(name, "synccheck"))
 
