@@ -20,7 +20,7 @@ from torch_flashbackend import driver, nvrtc, ops, precompile, reference, routin
 from torch_flashbackend.batch_invariance import set_batch_invariant
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import backward, backward_parts, dropout, forward, masks, tiles
-from torch_flashbackend.plans import Recent
+from torch_flashbackend.plans import Recent, Repeat
 from torch_flashbackend.problem import Problem
 
 MEMORY = 1 << 30
@@ -174,7 +174,7 @@ def test_addresses_that_the_copy_engine_cannot_walk_are_refused_before_any_launc
     listed = tensors()
     run(listed)
     plan = next(iter(backward._plans.values()))
-    repeat = backward.Repeat(plan, listed[6:], (True, True, True, False))
+    repeat = Repeat(plan, listed[6:], (True, True, True, False))
     query, key, value, out, lse, grad_out = listed[:6]
     cuda.launches.clear()
     for index in (0, 1, 2, 3, 5):
@@ -576,15 +576,17 @@ def test_which_backward_runs(monkeypatch, backend, options, ran):
         for grad in grads_and_mode[:3]:
             grad.fill_(3.0)
 
-    hopper = SimpleNamespace(
-        backward=fake, suits=backward.suits, extras_fit=backward.extras_fit,
-        recent=Recent(), Repeat=backward.Repeat,
-    )  # fmt: skip
+    hopper = SimpleNamespace(backward=fake, suits=backward.suits, extras_fit=backward.extras_fit)
+    monkeypatch.setattr(ops, "_backwards", Recent())
+
+    def triton(*_):
+        called.append("triton")
+
     monkeypatch.setattr(backward_parts, "batches_at_a_time", lambda query, *_: query.size(0))
     monkeypatch.setattr(backward, "MAX_EXTRAS_HEAD_DIM", options.get("max_extras_head_dim", 128))
     monkeypatch.setattr(backward, "MAX_SUM_ROWS", options.get("max_rows", 5))
     monkeypatch.setattr(ops, "_hopper_backward", lambda: hopper)
-    monkeypatch.setattr(ops, "_kernels", lambda: SimpleNamespace(backward=lambda *_: called.append("triton")))
+    monkeypatch.setattr(ops, "_kernels", lambda: SimpleNamespace(plan_of_backward=lambda *_: triton))
     query, key, value = (sample(1, 2, 5, 16, seed=i).detach() for i in range(3))
     grad_out = torch.ones(()).expand_as(query)
     attn_mask, dropout_p = options.get("attn_mask"), options.get("dropout_p", 0.0)
@@ -806,7 +808,8 @@ def test_a_float_mask_in_parts_gives_what_it_gives_at_once(monkeypatch, batch, k
     monkeypatch.setattr(ops, "_hopper_backward", lambda: backward)
     deltas = []
 
-    def gradient_of_bias(delta):
+    def gradient_of_bias(*tensors):
+        *_, delta = tensors
         deltas.append(delta)
         return torch.zeros_like(mask)
 

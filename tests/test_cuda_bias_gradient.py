@@ -16,6 +16,7 @@ from test_nvrtc import FakeDriver, install_fake_driver
 from torch_flashbackend import driver, nvrtc, ops
 from torch_flashbackend.kernels import KernelUnavailable
 from torch_flashbackend.kernels.cuda import bias_gradient, forward, sources, tiles
+from torch_flashbackend.plans import Recent
 
 import machine_code
 from sampling import cover
@@ -255,26 +256,34 @@ def _exists(program: str) -> bool:
 
 @pytest.mark.parametrize("available", [True, False])
 def test_the_backward_takes_it_where_it_can(monkeypatch, available):
-    """And Triton's kernels compute the mask's gradient where not."""
+    """And Triton's kernels compute the mask's gradient where not; both are repeated."""
     asked = []
 
     def triton(*arguments):
-        needs_mask, _, compute = arguments[-3:]
-        asked.append(needs_mask)
-        return torch.ones(1, 2, 8, 8) if compute is None else compute("delta")
+        *_, needs_mask, _ = arguments
+
+        def call(query, key, value, out, logsumexp, grad_out, *_, bias_gradient=None):
+            asked.append(needs_mask)
+            if bias_gradient is None:
+                return torch.ones(1, 2, 8, 8)
+            return bias_gradient(grad_out, query, key, value, mask, logsumexp, "delta")
+
+        return call
 
     def plan(*arguments):
         if not available:
             raise KernelUnavailable("none")
         return lambda *given: given[-1].fill_(2.0)
 
-    monkeypatch.setattr(ops, "_kernels", lambda: SimpleNamespace(backward=triton))
+    monkeypatch.setattr(ops, "_kernels", lambda: SimpleNamespace(plan_of_backward=triton))
+    monkeypatch.setattr(ops, "_backwards", Recent())
     monkeypatch.setattr(ops, "_hopper_bias", lambda: SimpleNamespace(aligned=lambda *_: True, plan=plan))
     query, mask = torch.randn(1, 2, 8, 16, dtype=BFLOAT), torch.zeros(1, 2, 8, 8)
     logsumexp = torch.zeros(2, 1, 2, 8)
     for is_causal, dropout_p in ((False, 0.0), (True, 0.0), (False, 0.5)):
-        grads = ops._gradients_cuda(query, query, query, query, mask, query, logsumexp, None, dropout_p, is_causal, 1.0,
-                                    [True] * 4)  # fmt: skip
         taken = available and not is_causal and not dropout_p
-        assert asked.pop() is not taken
-        assert grads[3].unique().tolist() == [2.0 if taken else 1.0]
+        for _ in range(2):
+            grads = ops._gradients_cuda(query, query, query, query, mask, query, logsumexp, None, dropout_p, is_causal,
+                                        1.0, [True] * 4)  # fmt: skip
+            assert asked.pop() is not taken
+            assert grads[3].unique().tolist() == [2.0 if taken else 1.0]

@@ -126,7 +126,7 @@ def test_a_kernel_that_cannot_be_had_is_the_hooks_to_replace_and_triton_runs_in_
 
 
 def test_inference_keeps_its_plan_while_the_scale_stays(kernels, qkv):
-    run = ops.HopperRun(needs_grad=False)
+    run = ops.ReadyRun("cuda", needs_grad=False)
     for _ in range(3):
         assert (run(*qkv, scale=0.3) == 1.0).all()
     assert kernels.plans == 1
@@ -138,7 +138,7 @@ def test_inference_keeps_its_plan_while_the_scale_stays(kernels, qkv):
 
 
 def test_inference_passes_on_what_its_plan_is_not_made_for(kernels, qkv):
-    run = ops.HopperRun(needs_grad=False)
+    run = ops.ReadyRun("cuda", needs_grad=False)
     query, key, value = qkv
     out, logsumexp = run(*qkv, return_lse=True)  # the math path: these are CPU tensors
     torch.testing.assert_close(out, F.scaled_dot_product_attention(*qkv))

@@ -17,6 +17,7 @@ from test_nvrtc import FakeDriver, install_fake_driver
 from torch_flashbackend import _torch, driver, nvrtc
 from torch_flashbackend.kernels import KernelUnavailable, launch_counts
 from torch_flashbackend.kernels.cuda import backward, forward, tiles
+from torch_flashbackend.plans import Repeat
 
 from common import deterministic_mode
 
@@ -82,7 +83,7 @@ def cuda(monkeypatch):
 def prepare_backward(listed, is_causal=True, deterministic=False, wanted=(True, True, True)):
     """(the plan, the prepared call) for tensors in the order of the plan's arguments."""
     plan = backward.Plan(*listed, is_causal, 0.25, deterministic)
-    return plan, backward.Repeat(plan, listed[6:], (*wanted, False)).prepared(listed[0])
+    return plan, Repeat(plan, listed[6:], (*wanted, False)).prepared(listed[0])
 
 
 def repeat(prepared, listed):
@@ -164,7 +165,7 @@ def test_addresses_that_the_copy_engine_cannot_walk_are_refused_before_anything(
 def test_masks_and_dropout_are_not_prepared(cuda, monkeypatch):
     listed = tensors(head_dim=64)
     plan = backward.Plan(*listed, False, 0.25, False, dropout_p=0.5)
-    dropped = backward.Repeat(plan, listed[6:], (True, True, True, False))
+    dropped = Repeat(plan, listed[6:], (True, True, True, False))
     assert dropped.prepared(listed[0]) is dropped
 
 

@@ -21,7 +21,7 @@ def launched(monkeypatch):
     calls = []
 
     def load(self, device):
-        self._device_index = 0
+        self.device_index = 0
         self._run = lambda stream, arguments: calls.append((self.name, stream, arguments))
         for _, tensor_map in self._maps:
             tensor_map._encode = lambda pointer: ("map", pointer)

@@ -12,6 +12,7 @@ new needs that in `signature` and `settings`, or it will be answered for another
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -266,13 +267,16 @@ def decide(
 
     verify = verify_module
     like = None
+    # A traced call is unlike the next; dropout brings a seed; on a CPU the operators run the math path; and a key does
+    # not say which of the addresses are no multiples of 16 bytes.
+    keeps = keep_as is not None and dropout_p == 0.0 and query.is_cuda and not _alignment(query, key, value)
     if keep_as is not None and attn_mask is None and query.dim() == 4 and query.shape[2] <= policy.DECODE_SEQLEN:
         like = _steps_like(query, key, value, keep_as)
         earlier = _steps.get(like)  # nothing is there for None
         if earlier is not None:
             decision, requires_grad = earlier
             decision = dataclasses.replace(decision, calls=0)  # each key's calls are counted by one of its own
-            return keep(Entry(decision, not requires_grad, _runner(decision.backend, requires_grad)), keep_as)
+            return keep(Entry(decision, not requires_grad, _runner(decision.backend, requires_grad, keeps)), keep_as)
     described = (query, key, value, attn_mask)
     if dtensor.present(*described):
         # One rank's share of the call, where our operators may run on it; else the DTensors, which nothing here takes.
@@ -290,7 +294,7 @@ def decide(
     ):
         # What is being traced, and has no key, comes with other tensors each time.
         if (attn_mask is None or attn_mask.dim() <= 4) and (keep_as is not None or decision.backend == "triton"):
-            run = _runner(decision.backend, problem.requires_grad)
+            run = _runner(decision.backend, problem.requires_grad, keeps)
     simple = not problem.requires_grad
     ends_in = _passed_on_to(problem) if decision.backend == "stock" and keep_as is not None else None
     result = Entry(decision, simple, run, ends_in)
@@ -334,10 +338,11 @@ def keep(entry: Entry, keep_as: tuple[Any, ...]) -> Entry:
     return entry
 
 
-def _runner(backend: str, requires_grad: bool) -> Callable[..., Any]:
+def _runner(backend: str, requires_grad: bool, keeps: bool) -> Callable[..., Any]:
+    """keeps: may what one call has worked out be kept for the next?"""
     from . import ops
 
-    return ops.run if backend == "triton" else ops.HopperRun(requires_grad)
+    return ops.ReadyRun(backend, requires_grad) if keeps else functools.partial(ops.run, backend=backend)
 
 
 def _passed_on_to(problem: Any) -> str | None:

@@ -1,9 +1,9 @@
 """The operators ``torch.ops.flashbackend.*``: schemas, implementations, fake tensors, autograd, FLOP formulas.
 
-May import torch, ``reference`` and the kernels (these only when a GPU call first needs them). Imported by the call and
-kernel hooks, ``selection`` and ``attention``. All operators are rank 4: query [B, H, Sq, D], key [B, Hkv, Sk, D], value
-[B, Hkv, Sk, Dv], Hkv a divisor of H, one dtype; attn_mask bool, float32 or query's dtype, which broadcasts to
-[B, H, Sq, Sk].
+May import torch, ``reference``, ``plans``, ``batch_invariance`` and the kernels (these only when a GPU call first needs
+them). Imported by the call and kernel hooks, ``selection`` and ``attention``. All operators are rank 4: query [B, H,
+Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv], Hkv a divisor of H, one dtype; attn_mask bool, float32 or query's
+dtype, which broadcasts to [B, H, Sq, Sk].
 
     attention           -> out [B, H, Sq, Dv]                inference: nothing is kept
     attention_forward   -> out, logsumexp float32 [B, H, Sq], natural logarithm, -inf for a row that sees no key; with a
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any, cast
@@ -30,8 +31,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from . import _torch, reference
+from .batch_invariance import on_change
 from .kernels import KernelUnavailable
 from .kernels import launch_counts as counts
+from .plans import Recent, Repeat
 
 _library = torch.library.Library("flashbackend", "DEF")
 _COMMON = (
@@ -45,7 +48,6 @@ _library.define(
     "Tensor logsumexp, Tensor? dropout_seed, float dropout_p, bool is_causal, float scale, bool[4] output_mask, "
     'str backend="triton") -> (Tensor, Tensor, Tensor, Tensor)'
 )
-_is_compiling = torch.compiler.is_compiling
 _dispatch_modes = _torch.dispatch_modes
 _profiler_enabled = _torch.profiler_enabled
 _deterministic_enabled = _torch.deterministic_enabled
@@ -127,6 +129,17 @@ def _logsumexp_shape(query: Tensor, attn_mask: Tensor | None) -> tuple[int, ...]
     return shape if attn_mask is None or attn_mask.dtype == torch.bool else (2, *shape)
 
 
+def _logsumexp_like(query: Tensor, attn_mask: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Shape, strides and dtype, as an allocator takes them."""
+    batch, heads, seqlen_q, _ = query.shape
+    pitch = seqlen_q or 1  # as of an empty tensor in PyTorch
+    plane = (heads or 1) * pitch
+    shape, strides = (batch, heads, seqlen_q), (plane, pitch, 1)
+    if attn_mask is None or attn_mask.dtype == torch.bool:
+        return shape, strides, torch.float32
+    return (2, *shape), ((batch or 1) * plane, *strides), torch.float32
+
+
 def _mask_as_rank_4(attn_mask: Tensor | None) -> Tensor | None:
     if attn_mask is None or attn_mask.dim() == 4:
         return attn_mask
@@ -151,11 +164,15 @@ def _forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_caus
     ):
         _hopper().forward(query, key, value, is_causal, scale, out, logsumexp, mask, dropout_seed, dropout_p)
         return out
-    allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
     _kernels().forward(
-        query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32
+        query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, _allow_tf32(query)
     )  # fmt: skip
     return out
+
+
+def _allow_tf32(query: Tensor) -> bool:
+    """May Triton's kernels multiply these in TF32?"""
+    return query.dtype is torch.float32 and _torch.allows_tf32()
 
 
 def _attention_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend="triton"):
@@ -164,14 +181,7 @@ def _attention_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_ca
 
 def _attention_forward_cuda(query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout,
                             backend="triton"):  # fmt: skip
-    batch, heads, seqlen_q, _ = query.shape
-    pitch = seqlen_q or 1  # as of an empty tensor in PyTorch
-    plane = (heads or 1) * pitch
-    shape: tuple[int, ...] = (batch, heads, seqlen_q)
-    strides: tuple[int, ...] = (plane, pitch, 1)
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        shape, strides = (2, *shape), ((batch or 1) * plane, *strides)
-    logsumexp = _torch.empty_float32(query, shape, strides)
+    logsumexp = _torch.allocator(query)(*_logsumexp_like(query, attn_mask))
     out = _forward_cuda(
         query, key, value, attn_mask, dropout_seed, dropout_p, is_causal, scale, layout, backend, logsumexp
     )  # fmt: skip
@@ -182,14 +192,11 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
                     output_mask, backend="triton"):  # fmt: skip
     """What the operator returns, with None for each gradient not asked for."""
     needs_query, needs_key, needs_value, needs_mask = output_mask
-    if backend == "cuda":
-        hopper = _hopper_backward()
-        kind, tensors = _kind_of_backward(
-            (grad_out, query, key, value, out, logsumexp), attn_mask, dropout_p, is_causal, scale, output_mask
-        )
-        repeat = hopper.recent.find(kind, tensors)
-        if repeat is not None:
-            return repeat(*tensors, seed=dropout_seed)
+    tensors = (grad_out, query, key, value, out, logsumexp, *(() if attn_mask is None else (attn_mask,)))
+    kind = _kind_of_backward(tensors, dropout_p, is_causal, scale, output_mask, backend)
+    repeat = _backwards.find(kind, tensors)
+    if repeat is not None:
+        return repeat(*tensors, seed=dropout_seed)
     if query.numel() == 0 or key.numel() == 0 or out.numel() == 0:
         likes = (query, key, value, attn_mask)
         return tuple(
@@ -207,7 +214,7 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
         bias_gradient = _bias_gradient(grad_out, query, key, value, mask, logsumexp, scale)
     # The Hopper backward gives no mask's gradient, but delta for the kernel that does.
     if backend == "cuda" and (mask is None or not is_causal) and (bias_gradient is not None or not needs_mask):
-        deterministic = _torch.deterministic_enabled()
+        hopper, deterministic = _hopper_backward(), _torch.deterministic_enabled()
         fits = hopper.extras_fit(query, value, mask, dropout_p, deterministic)
         parts = _hopper_parts().parts_of(query, key, value, mask, dropout_p) if fits else None
         if parts is not None and not hopper.suits(grad_out):
@@ -222,16 +229,21 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
             )  # fmt: skip
             grads = grad_query, grad_key if needs_key else None, grad_value if needs_value else None
             if bias_gradient is not None:
-                return (*grads, bias_gradient(delta).view(attn_mask.shape))
+                grad_mask = bias_gradient(grad_out, query, key, value, mask, logsumexp, delta)
+                return (*grads, grad_mask.view(attn_mask.shape))
             if parts.is_whole and grad_out is tensors[0]:
-                repeat = hopper.Repeat(plan, (grad_query, grad_key, grad_value), output_mask)
-                hopper.recent.remember(kind, tensors, repeat)
+                _backwards.remember(kind, tensors, Repeat(plan, (grad_query, grad_key, grad_value), output_mask))
             return (*grads, None)
-    allow_tf32 = query.dtype == torch.float32 and _torch.allows_tf32()
-    grad_mask = _kernels().backward(
-        grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
-        grad_key, grad_value, needs_mask and bias_gradient is None, allow_tf32, bias_gradient,
+    filled = grad_query, grad_key, grad_value
+    plan = _kernels().plan_of_backward(
+        grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, *filled,
+        needs_mask and bias_gradient is None, _allow_tf32(query),
     )  # fmt: skip
+    if bias_gradient is not None:
+        plan = functools.partial(plan, bias_gradient=bias_gradient)
+    grad_mask = plan(query, key, value, out, logsumexp, grad_out, *filled, mask, dropout_seed)
+    if grad_out is tensors[0]:
+        _backwards.remember(kind, tensors, Repeat(plan, filled, output_mask))
     return (
         grad_query,
         grad_key if needs_key else None,
@@ -240,16 +252,24 @@ def _gradients_cuda(grad_out, query, key, value, attn_mask, out, logsumexp, drop
     )
 
 
-def _kind_of_backward(tensors, attn_mask, dropout_p, is_causal, scale, output_mask):
-    """What `recent` of the Hopper backward finds a call by, and the tensors that it compares: with the mask if any."""
-    kind = is_causal, scale, dropout_p, attn_mask is None, (*output_mask,), _torch.deterministic_enabled()
-    return kind, tensors if attn_mask is None else (*tensors, attn_mask)
+# Backwards of late, by what they depend on beside the tensors: grad_out, query, key, value, out, logsumexp, and a mask
+# if there is one.
+_backwards = Recent()
+on_change(_backwards.clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_backwards.clear)
+
+
+def _kind_of_backward(tensors, dropout_p, is_causal, scale, output_mask, backend):
+    """What `_backwards` finds a call by."""
+    modes = _torch.deterministic_enabled(), _allow_tf32(tensors[0])
+    return is_causal, scale, dropout_p, len(tensors), (*output_mask,), backend, modes
 
 
 def _bias_gradient(grad_out, query, key, value, mask, logsumexp, scale):
-    """A function from delta (see ``kernels.triton.attention.backward``) to the mask's gradient, by a Hopper kernel.
+    """A function of such tensors and of delta that computes the mask's gradient, by a Hopper kernel.
 
-    None where that has no kernel for the call.
+    As the plan of ``kernels.triton.attention`` takes it. None where there is no such kernel for the call.
     """
     hopper = _hopper_bias()
     if not hopper.aligned(grad_out, query, key, value, mask):
@@ -259,7 +279,7 @@ def _bias_gradient(grad_out, query, key, value, mask, logsumexp, scale):
     except KernelUnavailable:
         return None
 
-    def compute(delta):
+    def compute(grad_out, query, key, value, mask, logsumexp, delta):
         grad_mask = torch.empty(mask.shape, dtype=mask.dtype, device=mask.device)
         plan(grad_out, query, key, value, mask, logsumexp, delta, grad_mask)
         return grad_mask
@@ -558,14 +578,14 @@ def run(
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Ready:
-    """A forward on the Hopper kernels but for its addresses: the plan, and the outputs that it fills."""
+    """A forward on one backend's kernels but for its addresses: the plan, and the outputs that it fills."""
 
     scale: float | None  # as it was given
     options: tuple[Any, ...]  # those of `_gradients`
     plan: Any
     out: tuple[Any, ...]  # shape, strides, dtype
     logsumexp: tuple[Any, ...] | None  # likewise; None: not asked for
-    run: Callable[..., Any] = dataclasses.field(init=False)  # this object, or a shorter way without a mask
+    run: Callable[..., Any] = dataclasses.field(init=False)  # this object, or a shorter way
     backwards: list[tuple[Any, ...]] = dataclasses.field(init=False)  # of late, as `_repeat_backward` reads them
 
     def __post_init__(self) -> None:
@@ -580,17 +600,19 @@ class _Ready:
         return out, logsumexp
 
 
-class HopperRun:
-    """`run` on the "cuda" backend for calls that differ in nothing but addresses and scale, all aligned to 16 bytes.
+class ReadyRun:
+    """`run` on one backend's kernels for calls that differ in nothing but addresses and scale, all aligned to 16 bytes.
 
-    It keeps what the last call has worked out, which saves looking it up: 2 us of some 12. A bool mask may be among
-    the tensors. Calls with another mask or dropout go through `run`: their plans depend on more.
+    It keeps what the last call has worked out, which saves looking it up: 2 us of some 12. A mask may be among the
+    tensors. Calls with dropout go through `run`, and on the "cuda" backend those with other masks than bool ones:
+    their plans depend on more.
     """
 
-    __slots__ = ("_needs_grad", "_ready")
+    __slots__ = ("_backend", "_needs_grad", "_ready")
 
-    def __init__(self, needs_grad: bool) -> None:
+    def __init__(self, backend: str, needs_grad: bool) -> None:
         """needs_grad: all of them need a gradient, or none of them does."""
+        self._backend = backend
         self._needs_grad = needs_grad
         self._ready: _Ready | None = None
 
@@ -610,7 +632,7 @@ class HopperRun:
         """As `run`."""
         if return_lse or not _torch.unobserved(query):
             return run(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, backend="cuda",
+                query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, backend=self._backend,
                 return_lse=return_lse,
             )  # fmt: skip
         return self.unobserved(query, key, value, attn_mask, dropout_p, is_causal, scale, layout)
@@ -633,23 +655,19 @@ class HopperRun:
             or (attn_mask is not None and not self._takes_mask(attn_mask, is_causal))
             or (ready is None and (query.numel() == 0 or key.numel() == 0))
         ):
-            result = run(query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, backend="cuda")
+            result = run(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, backend=self._backend
+            )  # fmt: skip
             return cast(Tensor, result)
         if ready is None or ready.scale != scale:
             ready = self._ready = self._prepare(query, key, value, attn_mask, is_causal, scale, layout)
-        if attn_mask is None:
-            return _apply_ready(query, key, value, ready) if self._needs_grad else ready.run(query, key, value)[0]
-        if self._needs_grad:
-            return _apply_ready_masked(query, key, value, attn_mask, ready)
-        return ready(query, key, value, attn_mask)[0]
+        tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+        return _apply_ready(ready, *tensors) if self._needs_grad else ready.run(*tensors)[0]
 
-    @staticmethod
-    def _takes_mask(attn_mask: Tensor, is_causal: bool) -> bool:
-        return (
-            attn_mask.dtype is torch.bool
-            and not attn_mask.data_ptr() & 15  # how it is read depends on that
-            and not is_causal
-        )
+    def _takes_mask(self, attn_mask: Tensor, is_causal: bool) -> bool:
+        if attn_mask.data_ptr() & 15:  # how it is read depends on that
+            return False
+        return self._backend == "triton" or (attn_mask.dtype is torch.bool and not is_causal)
 
     def _prepare(
         self,
@@ -663,17 +681,21 @@ class HopperRun:
     ) -> _Ready:
         softmax_scale = reference.default_scale(query.size(-1)) if scale is None else scale
         out = _empty_out(query, value.size(3), layout)
-        masks = () if attn_mask is None else (_mask_as_rank_4(attn_mask),)
-        plan = _hopper().plan(query, key, value, out, self._needs_grad, is_causal, softmax_scale, *masks)
-        logsumexp = None
-        if self._needs_grad:
-            _, heads, seqlen_q, _ = query.shape
-            logsumexp = (*query.shape[:3],), (heads * seqlen_q, seqlen_q, 1), torch.float32
-        options = 0.0, is_causal, softmax_scale, "cuda"
+        logsumexp = _logsumexp_like(query, attn_mask) if self._needs_grad else None
+        mask = _mask_as_rank_4(attn_mask)
+        if self._backend == "triton":
+            plan = _kernels().plan_of_forward(
+                query, key, value, mask, None, 0.0, is_causal, softmax_scale, out,
+                None if logsumexp is None else _torch.allocator(query)(*logsumexp), _allow_tf32(query),
+            )  # fmt: skip
+        else:
+            masks = () if mask is None else (mask,)
+            plan = _hopper().plan(query, key, value, out, self._needs_grad, is_causal, softmax_scale, *masks)
+        options = 0.0, is_causal, softmax_scale, self._backend
         ready = _Ready(scale, options, plan, ((*out.shape,), out.stride(), out.dtype), logsumexp)
-        prepared = None if attn_mask is not None else getattr(plan, "prepared", None)
-        if prepared is not None:
-            ready.run = prepared(ready.out, logsumexp, query, ready)
+        prepare = getattr(plan, "prepared", None)
+        if prepare is not None:
+            ready.run = prepare(ready.out, logsumexp, query, ready) or ready
         return ready
 
 
@@ -682,101 +704,64 @@ _MAX_BACKWARDS = 4
 
 
 class _ReadyAttention(torch.autograd.Function):
-    """`_Attention` of what has been worked out before."""
+    """`_Attention` of what has been worked out before; mask: one or none."""
 
     @staticmethod
-    def forward(ctx, query, key, value, ready):
-        out, logsumexp = ready.run(query, key, value)
-        ctx.to_save = query, key, value, out, logsumexp  # all that save_for_backward does
+    def forward(ctx, ready, query, key, value, *mask):
+        out, logsumexp = ready.run(query, key, value, *mask)
+        ctx.to_save = query, key, value, out, logsumexp, *mask  # all that save_for_backward does
         ctx.ready = ready
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        query, key, value, out, logsumexp = ctx.saved_tensors
-        tensors = grad_out, query, key, value, out, logsumexp
-        return _ready_gradients(tensors, None, ctx.ready.options, ctx.needs_input_grad)
+        return None, *_ready_gradients(ctx.ready, ctx.needs_input_grad, grad_out, *ctx.saved_tensors)
+
+
+def _ready_gradients(ready, needed, grad_out, query, key, value, out, logsumexp, attn_mask=None):
+    """`_gradients`; needed: of ready, query, key, value, and the mask if there is one.
+
+    The mask's gradient is there in any case: autograd drops a None too many.
+    """
+    saved = query, key, value, attn_mask, out, logsumexp, None
+    return _gradients(saved, grad_out, ready.options, (*needed[1:], False)[:4])
 
 
 def _repeat_backward(ctx, grad_out):
-    """`_ReadyAttention.backward`, which it calls where it does not find the call among the forward's backwards of late.
+    """`_ReadyAttention.backward`, the long way where it does not find the call among the forward's backwards of late.
 
     A backward is found by one look at all tensors: they may have been changed, or moved by who saved them, since.
     """
     ready, needed = ctx.ready, ctx.needs_input_grad
-    query, key, value, out, logsumexp = ctx.saved_tensors
+    tensors = grad_out, *ctx.saved_tensors
     watched = check_gradients is not None or torch.is_grad_enabled() or _dispatch_modes() or _profiler_enabled()
     if not watched:
-        mode = needed, _deterministic_enabled()
+        mode = needed, _deterministic_enabled(), _allow_tf32(grad_out)
         for known, is_like, repeat in ready.backwards:
-            if known == mode and is_like(grad_out, query, key, value, out, logsumexp):
+            if known == mode and is_like(*tensors):
                 try:
-                    return repeat(grad_out, query, key, value, out, logsumexp)
+                    return None, *repeat(*tensors)
                 except KernelUnavailable:
                     break  # Nothing has run; the long way says why, or finds another kernel.
-    tensors = grad_out, query, key, value, out, logsumexp
-    grads = _ready_gradients(tensors, None, ready.options, needed)
+    grads = _ready_gradients(ready, needed, *tensors)
     if not watched:
         _keep_backward(ready, mode, tensors)
-    return grads
+    return None, *grads
 
 
 def _keep_backward(ready, mode, tensors):
     """Let `_repeat_backward` find a backward that has been computed, if it is one that can be repeated."""
-    needed, _ = mode
-    _, is_causal, scale, _ = ready.options
-    kind, _ = _kind_of_backward(tensors, None, 0.0, is_causal, scale, needed)
-    repeat = _hopper_backward().recent.find(kind, tensors)
+    needed, *_ = mode
+    dropout_p, is_causal, scale, backend = ready.options
+    wanted = (*needed[1:], False)[:4]
+    repeat = _backwards.find(_kind_of_backward(tensors, dropout_p, is_causal, scale, wanted, backend), tensors)
     is_like = None if repeat is None else _torch.tensor_guard(tensors)
     if is_like is not None:
         ready.backwards.insert(0, (mode, is_like, repeat.prepared(tensors[1])))
         del ready.backwards[_MAX_BACKWARDS:]
 
 
-class _ReadyMaskedAttention(torch.autograd.Function):
-    """The same with a bool mask."""
-
-    @staticmethod
-    def forward(ctx, query, key, value, attn_mask, ready):
-        out, logsumexp = ready(query, key, value, attn_mask)
-        ctx.save_for_backward(query, key, value, attn_mask, out, logsumexp)
-        ctx.options = ready.options
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        query, key, value, attn_mask, out, logsumexp = ctx.saved_tensors
-        tensors = grad_out, query, key, value, out, logsumexp
-        return *_ready_gradients(tensors, attn_mask, ctx.options, ctx.needs_input_grad[:4]), None
-
-
-def _ready_gradients(tensors, attn_mask, options, needed):
-    """`_gradients`, by a short way where the last such backward can be repeated: it saves 5 us.
-
-    tensors: grad_out, query, key, value, out, logsumexp; needed: of query, key, value and attn_mask.
-    """
-    if (
-        not _is_compiling()
-        and not torch.is_grad_enabled()
-        and check_gradients is None
-        and not _dispatch_modes()
-        and not _profiler_enabled()
-    ):
-        dropout_p, is_causal, scale, _ = options
-        kind, compared = _kind_of_backward(tensors, attn_mask, dropout_p, is_causal, scale, needed)
-        # What is found is an ordinary tensor as well: the comparison is one of types and dispatch keys too.
-        repeat = _hopper_backward().recent.find_but_for_alignment(kind, compared)
-        if repeat is not None:
-            try:
-                return repeat(*compared)
-            except KernelUnavailable:
-                pass  # Nothing has run; the long way says why, or finds another kernel.
-    grad_out, query, key, value, out, logsumexp = tensors
-    return _gradients((query, key, value, attn_mask, out, logsumexp, None), grad_out, options, needed)
-
-
 _torch.set_backward(_ReadyAttention, _repeat_backward)
-for _function in (_Attention, _AttentionWithLogsumexp, _ReadyMaskedAttention):
+for _function in (_Attention, _AttentionWithLogsumexp):
     _torch.set_backward(_function, _function.backward)
 _apply_ready = super(torch.autograd.Function, _ReadyAttention).apply
-_apply_ready_masked = super(torch.autograd.Function, _ReadyMaskedAttention).apply

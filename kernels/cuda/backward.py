@@ -15,14 +15,12 @@ import dataclasses
 import math
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from ... import _torch, driver, nvrtc
-from ...batch_invariance import on_change
-from ...plans import Recent
 from .. import KernelUnavailable, launch_counts
 from . import dropout, forward, masks, prepared, sources, tiles
 from .tiles import BackwardTile
@@ -630,16 +628,16 @@ class Plan:
             first = False
         self._frames.append(frame)
 
-    def constants(self, needs_query: bool) -> prepared.Backward | None:
-        """For ``prepared.py``; None of a call with a mask or dropout. needs_query: is query's gradient asked for?"""
+    def prepared(self, grads, wanted, query, otherwise) -> Callable[..., tuple[torch.Tensor | None, ...]] | None:
+        """The same in less time: see ``prepared.backward``; None of a call with a mask or dropout."""
         if self._mask is not None or self._dropout is not None:
             return None
         kernels = tuple(
             (entry, function, config, entry == MAIN)
             for (entry, function), config in zip(self._launched, self._configs, strict=True)
-            if entry != FINISH or needs_query
+            if entry != FINISH or grads[0] is not None
         )
-        return prepared.Backward(
+        constants = prepared.Backward(
             launches=prepared.Launches(self._device_index, kernels, self._params, self._maps),
             workspace_floats=self._workspace_floats,
             statistics_in_gradient=self._statistics_in_gradient,
@@ -648,6 +646,7 @@ class Plan:
             semaphores_are_counters=self._is_fused,
             counter_bytes=self._counter_bytes,
         )
+        return prepared.backward(constants, grads, wanted, query, otherwise)
 
 
 def _allocate(like: torch.Tensor, floats: int) -> torch.Tensor:
@@ -733,49 +732,5 @@ def backward(
     return found
 
 
-class Repeat:
-    """A backward and the gradients that it fills, once more for tensors that differ in their addresses alone."""
-
-    __slots__ = ("_grads", "_plan", "_wanted")
-
-    def __init__(self, plan: Plan, grads: tuple[torch.Tensor | None, ...], wanted: Sequence[bool]) -> None:
-        """grads: of query (or None), key and value; wanted: those of query, key, value and mask asked for, not mask."""
-        self._plan = plan
-        self._wanted = wanted
-        self._grads = [None if grad is None else ((*grad.shape,), grad.stride(), grad.dtype) for grad in grads]
-
-    def prepared(self, query: torch.Tensor) -> Callable[..., tuple[torch.Tensor | None, ...]]:
-        """The same in less time where there is neither mask nor dropout.
-
-        query: any that it will be called with.
-        """
-        constants = self._plan.constants(self._grads[0] is not None) if isinstance(self._plan, Plan) else None
-        return self if constants is None else prepared.backward(constants, self._grads, self._wanted, query)
-
-    def __call__(
-        self, grad_out, query, key, value, out, logsumexp, mask=None, seed=None
-    ) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of query, key, value and mask, None for those not asked for, the mask's too.
-
-        mask and seed where the first call had them. Raises KernelUnavailable before any launch where an address is no
-        multiple of 16 bytes.
-        """
-        if mask is not None and mask.data_ptr() & 15:
-            raise KernelUnavailable("this mask is to be read in other pieces")
-        empty = _torch.allocator(query)
-        of_query, of_key, of_value = self._grads
-        grad_query = None if of_query is None else empty(*of_query)
-        grad_key, grad_value = empty(*of_key), empty(*of_value)
-        self._plan(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, seed)
-        _, key_wanted, value_wanted, _ = self._wanted
-        return grad_query, grad_key if key_wanted else None, grad_value if value_wanted else None, None
-
-
-# Backwards of late, by all that they depend on beside the tensors (grad_out, query, key, value, out, logsumexp, and a
-# mask if there is one). Whoever finds one here need not ask `suits`.
-recent = Recent()
-on_change(recent.clear)
-
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_plans.clear)
-    os.register_at_fork(after_in_child=recent.clear)

@@ -372,8 +372,10 @@ class Plan:
         of_logsumexp: tuple[Any, ...] | None,
         query: torch.Tensor,
         otherwise: Callable[..., prepared.Outputs],
-    ) -> Callable[..., prepared.Outputs]:
-        """`prepared.forward` of a call without a mask and dropout."""
+    ) -> Callable[..., prepared.Outputs] | None:
+        """`prepared.forward`; None of a call with a mask or dropout."""
+        if self._bias_maps is not None or self._lists is not None or self._dropout_keys is not None:
+            return None
         kernels = ((ENTRY, self._function, self._config, True),)
         launches = prepared.Launches(self._device_index, kernels, self._params, self._maps)
         return prepared.forward(launches, self._counted, of_out, of_logsumexp, query, otherwise)

@@ -155,12 +155,17 @@ def forward(
 
 
 def backward(
-    constants: Backward, grads: Sequence[tuple[Any, ...] | None], wanted: Sequence[bool], query: torch.Tensor
+    constants: Backward,
+    grads: Sequence[tuple[Any, ...] | None],
+    wanted: Sequence[bool],
+    query: torch.Tensor,
+    otherwise: Callable[..., Gradients],
 ) -> Callable[..., Gradients]:
     """A function (grad_out, query, key, value, out, logsumexp) -> gradients of query, key, value, and None for a mask.
 
     grads: shape, strides and dtype of the gradients of query (or None), key and value that are to be made; wanted:
-    which of them are to be returned. Its tensors must be like those that the plan was made for: `query` is one of them.
+    which of them are to be returned; otherwise: the same function the long way, for another current device. Its tensors
+    must be like those that the plan was made for: `query` is one of them.
     It raises KernelUnavailable before any launch where an address is no multiple of 16 bytes.
     """
     launches = constants.launches
@@ -186,8 +191,7 @@ def backward(
 
     def repeat(grad_out, query, key, value, out, logsumexp) -> Gradients:
         if current_device() != index:
-            with torch.cuda.device(index):
-                return repeat(grad_out, query, key, value, out, logsumexp)
+            return otherwise(grad_out, query, key, value, out, logsumexp)
         query_at, key_at, value_at, out_at = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
         grad_out_at = grad_out.data_ptr()
         if (query_at | key_at | value_at | out_at | grad_out_at) & 15:

@@ -22,6 +22,7 @@ from . import backward as backward_kernels
 from . import backward_wide as wide_kernels
 from . import dropout as dropout_kernels
 from . import forward as forward_kernels
+from . import prepared
 from .common import DROPOUT_PITCH
 from .common import MASK_BOOL as _BOOL
 from .common import MASK_FLOAT as _FLOAT
@@ -327,6 +328,19 @@ class _ForwardPlan:
         """In the order in which they run."""
         return [*_launches_before(self), self.attention]
 
+    def __call__(self, query, key, value, out, logsumexp, mask=None, seed=None) -> None:
+        """Fill out and logsumexp; all tensors like those that the plan was made for."""
+        lists = None if self.mask_tiles is None else self.mask_tiles.make(mask)
+        keys = None if self.dropout_keys is None else self.dropout_keys.make(seed)
+        self.attention(query, key, value, mask, lists, keys, out, logsumexp, _low_part(logsumexp))
+
+    def prepared(self, of_out, of_logsumexp, query, otherwise):
+        """``prepared.forward`` of a call without dropout; None of one that is interpreted."""
+        if self.attention.is_interpreted or self.dropout_keys is not None:
+            return None
+        lists_of = None if self.mask_tiles is None else self.mask_tiles.make
+        return prepared.forward(self.attention, lists_of, of_out, of_logsumexp, query, otherwise)
+
 
 def forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32) -> None:
     """Fill out [B, H, seqlen_q, Dv] (any strides) and, unless it is None, logsumexp.
@@ -336,22 +350,31 @@ def forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, 
     logsumexp float32, contiguous, [B, H, seqlen_q], or [2, B, H, seqlen_q] with a float mask (value and what rounding
     cut off it). Raises KernelUnavailable before anything is launched.
     """
+    plan = plan_of_forward(
+        query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32
+    )  # fmt: skip
+    if type(plan) is DecodePlan:
+        plan(query, key, value, out, logsumexp, mask)
+    else:
+        plan(query, key, value, out, logsumexp, mask, dropout_seed)
+
+
+def plan_of_forward(query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32):
+    """What ``forward`` runs: a function of query, key, value, out, logsumexp and, where there are any, mask and seed.
+
+    Raises KernelUnavailable.
+    """
     tensors = (query, key, value, out) if mask is None else (query, key, value, out, mask)
     rest = (mask is None, dropout_p, is_causal, scale, logsumexp is None, allow_tf32)
     plan = _plans.find(rest, tensors)
     if plan is None:
-        plan = _plans.look_up(rest, tensors, lambda: _plan_of_forward(
+        plan = _plans.look_up(rest, tensors, lambda: _make_plan_of_forward(
             query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32))
-    if type(plan) is DecodePlan:
-        plan(query, key, value, mask, out)
-        return
-    lists = None if plan.mask_tiles is None else plan.mask_tiles.make(mask)
-    keys = None if plan.dropout_keys is None else plan.dropout_keys.make(dropout_seed)
-    plan.attention(query, key, value, mask, lists, keys, out, logsumexp, _low_part(logsumexp))
+    return plan
 
 
-def _plan_of_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32,
-                     target=None):
+def _make_plan_of_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, out, logsumexp, allow_tf32,
+                          target=None):
     """Of a few queries that nobody differentiates, the kernel that splits the keys; otherwise the one of all sizes."""
     if logsumexp is None and dropout_p == 0.0 and suits(query, value):
         call = _Call(query, key, value, mask, 0.0, is_causal, scale, (query, key, value, out), allow_tf32, target)
@@ -379,6 +402,7 @@ class _BackwardPlan:
         call = _Call(query, key, value, mask, dropout_p, is_causal, scale, tensors, allow_tf32, target)
         call.split_products()
         low = logsumexp if logsumexp.dim() == 4 else None
+        self._low_offset = None if low is None else low.stride(0) * low.element_size()
         self.mask_tiles = None
         if call.listed:
             key_tile = None if grad_key is None else call.tile("backward_key_value")
@@ -535,16 +559,69 @@ class _BackwardPlan:
         plane = math.prod(self._delta_shape)
         return statistics[plane : 2 * plane].view(self._delta_shape)
 
+    def __call__(self, query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask=None,
+                 seed=None, bias_gradient=None) -> torch.Tensor | None:
+        """Fill the gradients and return the mask's; all tensors like those that the plan was made for.
+
+        bias_gradient: computes the mask's in the stead of these kernels, of which it is then not asked for, from
+        grad_out, query, key, value, mask, logsumexp and delta [B, H, seqlen_q or more], float32.
+        """
+        statistics = self.allocate(query)
+        lists = None if self.mask_tiles is None else self.mask_tiles.make(mask)
+        keys = None if self.dropout_keys is None else self.dropout_keys.make(seed)
+        self.query(query, key, value, mask, lists, keys, out, logsumexp, _low_part(logsumexp), grad_out, statistics,
+                   None if self.stored is not None else grad_query)
+        if self.stored is not None:
+            self.stored(query, key, value, grad_out, statistics, grad_query, grad_key, grad_value)
+            return None
+        if self.wide:
+            wide_key, wide_value = self.wide
+            wide_key(query, key, value, statistics, grad_out, grad_key)
+            wide_value(query, key, statistics, grad_out, grad_value)
+            return None
+        key_sums = None
+        if self.key_sums is not None:
+            key_sums = torch.empty(self.key_sums, dtype=torch.float32, device=query.device)
+        if self.key_value is not None:
+            self.key_value(query, key, value, mask, lists, keys, statistics, grad_out, grad_key, grad_value, key_sums)
+        if key_sums is not None:
+            return self.sum_of_heads(key_sums).to(mask.dtype)
+        if bias_gradient is not None:
+            return bias_gradient(grad_out, query, key, value, mask, logsumexp, self.delta(statistics))
+        if self.mask is None:
+            return None
+        buffer = torch.empty((self.splits, *mask.shape), dtype=self.mask_dtype, device=query.device)
+        self.mask(query, key, value, mask, keys, statistics, grad_out, buffer)
+        return buffer[0] if self.splits == 1 else buffer.sum(0).to(mask.dtype)
+
+    def prepared(self, grads, wanted, query, otherwise):
+        """``prepared.backward`` of a call of two kernels at most beside those that list a mask's tiles; else None."""
+        others = self.dropout_keys, self.stored, self.key_sums, self.mask
+        if self.query.is_interpreted or self.wide or any(other is not None for other in others):
+            return None
+        lists_of = None if self.mask_tiles is None else self.mask_tiles.make
+        return prepared.backward(self.query, self.key_value, lists_of, self.statistics, self._low_offset, grads,
+                                 wanted, query, otherwise)
+
 
 def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
-             grad_key, grad_value, needs_mask, allow_tf32, bias_gradient=None) -> torch.Tensor | None:
+             grad_key, grad_value, needs_mask, allow_tf32) -> torch.Tensor | None:
     """Fill grad_query, grad_key, grad_value (None: not needed; key and value together) and return the mask's gradient.
 
     Arguments as in ``forward``. logsumexp [B, H, seqlen_q or more] or [2, B, H, seqlen_q], float32, contiguous: this
     forward's or PyTorch's (whose efficient kernel pads its rows, and whose masked rows are +inf instead of -inf). The
-    mask's gradient has the mask's shape and dtype and is contiguous. bias_gradient: computes it in the stead of these
-    kernels, from delta [B, H, seqlen_q or more], float32; needs_mask is then False.
+    mask's gradient has the mask's shape and dtype and is contiguous.
     """
+    plan = plan_of_backward(
+        grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale, grad_query,
+        grad_key, grad_value, needs_mask, allow_tf32,
+    )  # fmt: skip
+    return plan(query, key, value, out, logsumexp, grad_out, grad_query, grad_key, grad_value, mask, dropout_seed)
+
+
+def plan_of_backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dropout_p, is_causal, scale,
+                     grad_query, grad_key, grad_value, needs_mask, allow_tf32) -> _BackwardPlan:
+    """What ``backward`` runs. Raises KernelUnavailable."""
     tensors = [query, key, value, out, grad_out]
     if mask is not None:
         tensors.append(mask)
@@ -559,33 +636,7 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_seed, dr
         plan = _plans.look_up(rest, tensors, lambda: _BackwardPlan(
             query, key, value, mask, dropout_seed, dropout_p, is_causal, scale, out, logsumexp, grad_out, grad_query,
             grad_key, grad_value, needs_mask, logsumexp.size(-1), allow_tf32))
-    statistics = plan.allocate(query)
-    lists = None if plan.mask_tiles is None else plan.mask_tiles.make(mask)
-    keys = None if plan.dropout_keys is None else plan.dropout_keys.make(dropout_seed)
-    plan.query(query, key, value, mask, lists, keys, out, logsumexp, _low_part(logsumexp), grad_out, statistics,
-               None if plan.stored is not None else grad_query)
-    if plan.stored is not None:
-        plan.stored(query, key, value, grad_out, statistics, grad_query, grad_key, grad_value)
-        return None
-    if plan.wide:
-        wide_key, wide_value = plan.wide
-        wide_key(query, key, value, statistics, grad_out, grad_key)
-        wide_value(query, key, statistics, grad_out, grad_value)
-        return None
-    key_sums = None
-    if plan.key_sums is not None:
-        key_sums = torch.empty(plan.key_sums, dtype=torch.float32, device=query.device)
-    if plan.key_value is not None:
-        plan.key_value(query, key, value, mask, lists, keys, statistics, grad_out, grad_key, grad_value, key_sums)
-    if key_sums is not None:
-        return plan.sum_of_heads(key_sums).to(mask.dtype)
-    if bias_gradient is not None:
-        return bias_gradient(plan.delta(statistics))
-    if plan.mask is None:
-        return None
-    buffer = torch.empty((plan.splits, *mask.shape), dtype=plan.mask_dtype, device=query.device)
-    plan.mask(query, key, value, mask, keys, statistics, grad_out, buffer)
-    return buffer[0] if plan.splits == 1 else buffer.sum(0).to(mask.dtype)
+    return plan
 
 
 def compile_for(target, query, key, value, mask=None, *, dropout_p=0.0, is_causal=False, scale=1.0, logsumexp=True,
@@ -599,7 +650,9 @@ def compile_for(target, query, key, value, mask=None, *, dropout_p=0.0, is_causa
     statistics = (2, *query.shape[:3]) if mask is not None and mask.dtype != torch.bool else query.shape[:3]
     lse = torch.empty(statistics) if logsumexp else None
     seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
-    plan = _plan_of_forward(query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, allow_tf32, target)
+    plan = _make_plan_of_forward(
+        query, key, value, mask, seed, dropout_p, is_causal, scale, out, lse, allow_tf32, target
+    )  # fmt: skip
     launches = plan.launches
     if backward:
         grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))

@@ -314,12 +314,12 @@ class DecodePlan:
         """As of the other plans."""
         return [self.launch] if self.merge is None else [self.launch, self.merge]
 
-    def __call__(self, query, key, value, mask, out, logsumexp=None, options: DecodeOptions = PLAIN) -> None:
+    def __call__(self, query, key, value, out, logsumexp, mask=None, options: DecodeOptions = PLAIN) -> None:
         """Fill out and logsumexp; all tensors like those that the plan was made for."""
         device = self.device
         if device.type == "cuda" and launches._current_device() != device.index:
             with torch.cuda.device(device.index):
-                return self(query, key, value, mask, out, logsumexp, options)
+                return self(query, key, value, out, logsumexp, mask, options)
         partials = count = None
         if self.partials:
             partials = _torch.empty_float32(query, (self.partials,), (1,))

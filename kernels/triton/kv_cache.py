@@ -30,7 +30,7 @@ def decode(query, key, value, out, logsumexp, scale: float, options: DecodeOptio
     if plan is None:
         plan = _plans.look_up(rest, tensors, lambda: plan_of(query, key, value, out, logsumexp, scale, options, mask,
                                                              is_causal, allow_tf32))
-    plan(query, key, value, mask, out, logsumexp, options)
+    plan(query, key, value, out, logsumexp, mask, options)
 
 
 def plan_of(query, key, value, out, logsumexp, scale, options, mask=None, is_causal=False, allow_tf32=False,

@@ -151,6 +151,12 @@ def compile_kernel(kernel, types: dict[str, str], constants: dict[str, Any], div
 _loaded: dict[tuple, Any] = {}
 
 
+def is_watched() -> bool:
+    """Do Triton's launch hooks, a profiler's, want to see launches?"""
+    hooks = knobs.runtime
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+
+
 @functools.cache
 def _code(expression: str):
     """Compiled Python: 60 us, and few expressions for many launches."""
@@ -164,8 +170,8 @@ class Launch:
     its tensors launches on the current stream of their device; no other work is done.
     """
 
-    __slots__ = ("_absent", "_arguments", "_dependent", "_description", "_device_index", "_fixed", "_grid",
-                 "_interpreted", "_maps", "_num_tensors", "_run", "compiled", "name")
+    __slots__ = ("_absent", "_arguments", "_dependent", "_description", "_fixed", "_grid", "_interpreted", "_maps",
+                 "_num_tensors", "_run", "compiled", "device_index", "name")
 
     def __init__(self, kernel, grid: int, pointers: dict[str, torch.Tensor | None], scalars: dict[str, tuple[str, Any]],
                  constants: dict[str, Any], divisors: dict[str, int], tile: Tile, maps: dict[str, TensorMap],
@@ -199,7 +205,7 @@ class Launch:
         """Compile for this device and load; raises KernelUnavailable."""
         if self._interpreted is not None:
             return self
-        self._device_index = device.index
+        self.device_index = device.index
         try:
             # Loading binds the kernel to the device that is current, so each device has Launches of its own.
             with torch.cuda.device(device):
@@ -263,11 +269,10 @@ class Launch:
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Launch; the tensors are in the order of the kernel's arguments."""
         launch_counts[self.name] += 1
-        hooks = knobs.runtime
-        if self._interpreted is not None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        if self._interpreted is not None or is_watched():
             self._launch_described(tensors)
             return
-        index = self._device_index
+        index = self.device_index
         arguments = self._arguments(*tensors)
         if _current_device() == index:
             self._run(_current_stream(index), arguments)
@@ -275,16 +280,40 @@ class Launch:
             with torch.cuda.device(index):
                 self._run(_current_stream(index), arguments)
 
-    def _packer(self):
-        """A function of the tensors that returns all launch arguments; made for this launch, no loop (1 us less)."""
+    @property
+    def is_interpreted(self) -> bool:
+        """Does Triton's interpreter run the kernel?"""
+        return self._interpreted is not None
+
+    def by_addresses(self):
+        """A function (stream, address of each tensor, None for none) that launches, like a call with the tensors.
+
+        For one who knows that the device is the current one and that no launch ``is_watched``.
+        """
+        name, run, arguments = self.name, self._run, self._packer("{}")
+
+        def launch(stream: int, *addresses: int | None) -> None:
+            launch_counts[name] += 1
+            run(stream, arguments(*addresses))
+
+        return launch
+
+    def _packer(self, address: str = "{}.data_ptr()"):
+        """A function of the tensors that returns all launch arguments; made for this launch, no loop (1 us less).
+
+        address: how one is had of what the function is given.
+        """
         maps = dict(self._maps)
         names = [f"tensor_{number}" for number in range(self._num_tensors)]
         values = []
         for number, name in enumerate(names):
-            value = "None" if number in self._absent else f"{name}.data_ptr()"
-            values.append(f"*map_{number}({value}, index)" if number in maps else value)
+            value = "None" if number in self._absent else address.format(name)
+            if number in maps:  # the look-up of `TensorMap.arguments`, without the call
+                value = f"*(known_{number}.get({value}) or map_{number}({value}, index))"
+            values.append(value)
         scope = {f"map_{number}": tensor_map.arguments for number, tensor_map in maps.items()}
-        scope |= {"index": self._device_index, "fixed": self._fixed}
+        scope |= {f"known_{number}": tensor_map._encoded for number, tensor_map in maps.items()}
+        scope |= {"index": self.device_index, "fixed": self._fixed}
         return eval(_code(f"lambda {', '.join(names)}: ({', '.join(values)}, *fixed)"), scope)
 
     def _launch_described(self, tensors) -> None:
@@ -295,6 +324,6 @@ class Launch:
         if self._interpreted is not None:
             self._interpreted[(self._grid,)](*arguments, *self._fixed)
         else:
-            with torch.cuda.device(self._device_index):
-                stream = torch._C._cuda_getCurrentRawStream(self._device_index)
+            with torch.cuda.device(self.device_index):
+                stream = torch._C._cuda_getCurrentRawStream(self.device_index)
                 self.compiled[(self._grid, 1, 1)](*arguments, *self._fixed, stream=stream)

@@ -461,7 +461,7 @@ def test_dropping_everything_leaves_no_gradient(hopper_backward_ran):
 @pytest.mark.parametrize("shape", [(150, 170), (2, 1, 150, 170), (2, 1, 1, 170)])
 def test_repeated_calls_read_their_own_mask(shape):
     """What is kept of a call serves the next one, whose tensors lie elsewhere and whose mask differs in its values."""
-    run, eps = ops.HopperRun(needs_grad=True), torch.finfo(torch.bfloat16).eps
+    run, eps = ops.ReadyRun("cuda", needs_grad=True), torch.finfo(torch.bfloat16).eps
     ops.reset_launch_counts()
     kept = []  # so that each turn has addresses of its own
     for turn in range(4):
