@@ -661,8 +661,10 @@ class ReadyRun:
             return cast(Tensor, result)
         if ready is None or ready.scale != scale:
             ready = self._ready = self._prepare(query, key, value, attn_mask, is_causal, scale, layout)
-        tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-        return _apply_ready(ready, *tensors) if self._needs_grad else ready.run(*tensors)[0]
+        mask = () if attn_mask is None else (attn_mask,)
+        if self._needs_grad:
+            return _apply_ready(query, key, value, ready, *mask)
+        return ready.run(query, key, value, *mask)[0]
 
     def _takes_mask(self, attn_mask: Tensor, is_causal: bool) -> bool:
         if attn_mask.data_ptr() & 15:  # how it is read depends on that
@@ -707,7 +709,7 @@ class _ReadyAttention(torch.autograd.Function):
     """`_Attention` of what has been worked out before; mask: one or none."""
 
     @staticmethod
-    def forward(ctx, ready, query, key, value, *mask):
+    def forward(ctx, query, key, value, ready, *mask):
         out, logsumexp = ready.run(query, key, value, *mask)
         ctx.to_save = query, key, value, out, logsumexp, *mask  # all that save_for_backward does
         ctx.ready = ready
@@ -715,16 +717,24 @@ class _ReadyAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        return None, *_ready_gradients(ctx.ready, ctx.needs_input_grad, grad_out, *ctx.saved_tensors)
+        return _ready_gradients(ctx.ready, ctx.needs_input_grad, (grad_out, *ctx.saved_tensors))
 
 
-def _ready_gradients(ready, needed, grad_out, query, key, value, out, logsumexp, attn_mask=None):
-    """`_gradients`; needed: of ready, query, key, value, and the mask if there is one.
+def _ready_gradients(ready, needed, tensors):
+    """`_gradients`, as `_ReadyAttention` returns them; needed: of its arguments."""
+    grad_out, query, key, value, out, logsumexp, *mask = tensors
+    saved = query, key, value, mask[0] if mask else None, out, logsumexp, None
+    return _of_arguments(_gradients(saved, grad_out, ready.options, _wanted(needed)), tensors)
 
-    The mask's gradient is there in any case: autograd drops a None too many.
-    """
-    saved = query, key, value, attn_mask, out, logsumexp, None
-    return _gradients(saved, grad_out, ready.options, (*needed[1:], False)[:4])
+
+def _wanted(needed):
+    """Of query, key, value and mask. Without a mask it is what is needed of `ready` that stands there: nothing."""
+    return needed if len(needed) == 4 else (*needed[:3], needed[4])
+
+
+def _of_arguments(grads, tensors):
+    """Gradients of query, key, value and mask in the order of `_ReadyAttention`'s arguments."""
+    return grads if len(tensors) == 6 else (*grads[:3], None, grads[3])
 
 
 def _repeat_backward(ctx, grad_out):
@@ -740,21 +750,21 @@ def _repeat_backward(ctx, grad_out):
         for known, is_like, repeat in ready.backwards:
             if known == mode and is_like(*tensors):
                 try:
-                    return None, *repeat(*tensors)
+                    return _of_arguments(repeat(*tensors), tensors)
                 except KernelUnavailable:
                     break  # Nothing has run; the long way says why, or finds another kernel.
-    grads = _ready_gradients(ready, needed, *tensors)
+    grads = _ready_gradients(ready, needed, tensors)
     if not watched:
         _keep_backward(ready, mode, tensors)
-    return None, *grads
+    return grads
 
 
 def _keep_backward(ready, mode, tensors):
     """Let `_repeat_backward` find a backward that has been computed, if it is one that can be repeated."""
     needed, *_ = mode
     dropout_p, is_causal, scale, backend = ready.options
-    wanted = (*needed[1:], False)[:4]
-    repeat = _backwards.find(_kind_of_backward(tensors, dropout_p, is_causal, scale, wanted, backend), tensors)
+    kind = _kind_of_backward(tensors, dropout_p, is_causal, scale, _wanted(needed), backend)
+    repeat = _backwards.find(kind, tensors)
     is_like = None if repeat is None else _torch.tensor_guard(tensors)
     if is_like is not None:
         ready.backwards.insert(0, (mode, is_like, repeat.prepared(tensors[1])))

@@ -15,9 +15,9 @@
 #include "registers.cuh"
 
 // A score that is above the shift by more than this in base 2 raises it. float16 ends at 2^16; bfloat16 has float32's
-// range, of which much is left to values and to the number of keys. (Scores of a standard deviation of 8, in natural
-// units, reach 2^25; raising the shift for them took up to 1.9 times as long.)
-constexpr float LARGEST_SUM = IS_BF16 ? 0x1p40f : 0x1p14f;
+// range, of which 2^67 are left to values and to the number of keys. (Scores of a standard deviation of 16, in natural
+// units, reach 2^50; raising the shift for them took up to 2.3 times as long.)
+constexpr float LARGEST_SUM = IS_BF16 ? 0x1p60f : 0x1p14f;
 
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

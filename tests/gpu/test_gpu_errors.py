@@ -176,7 +176,7 @@ def test_out_of_memory_falls_back_with_one_warning(
     def full(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory (forced by a test)")
 
-    monkeypatch.setattr(attention, "forward", full)
+    monkeypatch.setattr(attention, "plan_of_forward", full)
     call = simple_call(B, H, S, head_dim=TRITONS)
     grad_out = gradient_for(call) if training else None
     with launched(False):
@@ -213,7 +213,7 @@ def test_a_real_error_is_not_swallowed(plugin, take_everything, monkeypatch):
     def wrong(*arguments, **options):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(attention, "forward", wrong)
+    monkeypatch.setattr(attention, "plan_of_forward", wrong)
     with pytest.raises(ZeroDivisionError):
         simple_call(B, H, S, head_dim=TRITONS).run()
 
