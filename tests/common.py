@@ -53,6 +53,17 @@ SCORE_UNIT = 2.0**-23
 LARGE_SCORE = 1e6
 
 
+def forget_plans() -> None:
+    """Let every call be planned anew: what plans are made by has been changed, or put back, by a test."""
+    from torch_flashbackend import decisions, ops
+    from torch_flashbackend.kernels.cuda import backward, forward
+    from torch_flashbackend.kernels.triton import attention
+
+    for kept in (attention._plans, forward._plans, backward._plans, ops._backwards):
+        kept.clear()
+    decisions.forget()
+
+
 @contextlib.contextmanager
 def deterministic_mode(wanted: bool = True) -> Iterator[None]:
     """Under torch.use_deterministic_algorithms, or not."""

@@ -18,6 +18,7 @@ FORMS = {
 
 def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False, direct=False):
     """All calls in the default mode run this form of the kernels, as far as there is one, however few their heads."""
+    from torch_flashbackend import decisions, ops
     from torch_flashbackend.kernels.cuda import backward, tiles
     from torch_flashbackend.plans import Recent
 
@@ -51,4 +52,5 @@ def use_form(monkeypatch, persistent, fused=False, unstaged=False, paired=False,
     monkeypatch.setattr(tiles, "choose_backward", choose)
     monkeypatch.setattr(backward, "_saves_sums", lambda *_: True)
     monkeypatch.setattr(backward, "_plans", {})
-    monkeypatch.setattr(backward, "recent", Recent())
+    monkeypatch.setattr(ops, "_backwards", Recent())
+    decisions.forget()

@@ -84,6 +84,7 @@ class Summary:
         self.started = time.monotonic()
         self.written = 0.0
         self.counts = {"passed": 0, "failed": 0, "skipped": 0}
+        self.passed: dict[str, int] = {}  # how many cases of each test
         self.failed: list[dict[str, str]] = []
         self.skipped: dict[str, int] = {}
         self.durations: dict[str, float] = {}
@@ -103,6 +104,9 @@ class Summary:
             reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
             self.skipped[reason] = self.skipped.get(reason, 0) + 1
         if report.when == "call":
+            if report.outcome == "passed":
+                test = report.nodeid.split("[")[0].removeprefix("tests/gpu/")
+                self.passed[test] = self.passed.get(test, 0) + 1
             self.durations[report.nodeid] = round(report.duration, 1)
             for name, value in report.user_properties:
                 if name == "verdict":
@@ -136,6 +140,7 @@ class Summary:
             "worst_error_over_larger_of_best_and_model": self.worst,
             "worst_error_over_best_alone": self.worst_to_best,
             "slowest_seconds": {test: self.durations[test] for test in slowest[:20]},
+            "cases_passed": dict(sorted(self.passed.items())),
             "failures": self.failed,
         }
         temporary = self.path.with_suffix(".part")

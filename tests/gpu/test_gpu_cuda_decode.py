@@ -17,6 +17,7 @@ from common import (
     error_of,
     expect,
     expect_logsumexp,
+    forget_plans,
     gradient_for,
     results_of,
     simple_call,
@@ -41,13 +42,13 @@ HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (80, 80), (192, 128), (40, 40))
 def decoded(plugin, monkeypatch):
     """How often the kernel was launched since the test began; all calls that it can compute are its."""
     from torch_flashbackend import ops
-    from torch_flashbackend.kernels.cuda import decode_tiles, forward
+    from torch_flashbackend.kernels.cuda import decode_tiles
 
     monkeypatch.setattr(decode_tiles, "pays", lambda units, seqlen_k: True)
-    forward._plans.clear()
+    forget_plans()
     ops.reset_launch_counts()
     yield lambda: ops.launch_counts().get("flash_decode", 0)
-    forward._plans.clear()
+    forget_plans()
 
 
 def plan_of(call: Call, out, splits: int | None = None):

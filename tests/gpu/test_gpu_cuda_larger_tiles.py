@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_gpu_cuda import DTYPES, check_cuda, hopper_ran, pytestmark  # noqa: F401
 
+from torch_flashbackend import decisions
 from torch_flashbackend.kernels.cuda import forward, tiles
 
 from common import simple_call
@@ -31,6 +32,7 @@ def larger(monkeypatch):
 
         monkeypatch.setattr(tiles, "choose", choose)
         monkeypatch.setattr(forward, "_plans", {})
+        decisions.forget()
 
     return use
 

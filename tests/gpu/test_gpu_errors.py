@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import check, expect, gradient_for, random_call, results_of, simple_call
+from common import check, expect, forget_plans, gradient_for, random_call, results_of, simple_call
 
 ROOT = Path(__file__).resolve().parents[2]
 B, H, S, D = 2, 4, 64, 64
@@ -132,11 +132,9 @@ def fresh_warnings(monkeypatch):
 @pytest.fixture
 def no_plans(take_everything):
     """No launch is prepared: each call compiles, or tries to."""
-    from torch_flashbackend.kernels.triton import attention
-
-    attention._plans.clear()
+    forget_plans()
     yield
-    attention._plans.clear()
+    forget_plans()
 
 
 def three_calls(call, grad_out):

@@ -12,7 +12,7 @@ import torch
 from hopper_calls import pattern
 from torch import Tensor
 
-from common import block_pattern, gradient_for, simple_call
+from common import block_pattern, forget_plans, gradient_for, simple_call
 
 RANDOM_MASKS = int(os.environ.get("FLASHBACKEND_RANDOM_MASKS", "300"))
 CHUNK = 10
@@ -26,9 +26,9 @@ def _listed(monkeypatch):
     attention = pytest.importorskip("torch_flashbackend.kernels.triton.attention")
 
     monkeypatch.setattr(attention, "worth_listing", lambda query, keys, mask, causal: mask[3] > 1)
-    attention._plans.clear()
+    forget_plans()
     yield
-    attention._plans.clear()
+    forget_plans()
 
 
 def random_mask_call(seed: int, device):

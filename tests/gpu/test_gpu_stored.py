@@ -9,7 +9,7 @@ import torch
 
 from torch_flashbackend import ops
 
-from common import gradient_for, results_of, simple_call
+from common import forget_plans, gradient_for, results_of, simple_call
 
 pytestmark = pytest.mark.cuda_only
 STORED = {"attention_stored_scores", "attention_stored_query", "attention_stored_key"}
@@ -18,13 +18,13 @@ STORED = {"attention_stored_scores", "attention_stored_query", "attention_stored
 @pytest.fixture
 def stored_plan():
     """The module whose rules a test may change."""
-    from torch_flashbackend.kernels.triton import attention, stored_plan
+    from torch_flashbackend.kernels.triton import stored_plan
 
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("kernels for GPUs with a tensor copy engine")
-    attention._plans.clear()
+    forget_plans()
     yield stored_plan
-    attention._plans.clear()
+    forget_plans()
 
 
 def long_call(kind: str):

@@ -9,7 +9,7 @@ import torch
 
 from torch_flashbackend import ops, reference
 
-from common import check, expect, gradient_for, results_of, simple_call
+from common import check, expect, forget_plans, gradient_for, results_of, simple_call
 
 MASKS = {
     "none": None,
@@ -27,7 +27,7 @@ def test_repeated_calls_read_their_own_tensors(monkeypatch, mask, is_causal, lis
     from torch_flashbackend.kernels.triton import attention
 
     monkeypatch.setattr(attention, "worth_listing", lambda *_: lists)
-    attention._plans.clear()
+    forget_plans()
     run, eps = ops.ReadyRun("triton", needs_grad=True), torch.finfo(torch.bfloat16).eps
     ops.reset_launch_counts()
     kept = []  # so that each turn has addresses of its own
@@ -45,7 +45,7 @@ def test_repeated_calls_read_their_own_tensors(monkeypatch, mask, is_causal, lis
         for name, got, want in zip(("out", "query", "key", "value"), (out, *grads), (expected, *wanted)):
             error = (got.double() - want).abs().max() / want.abs().max()
             assert error < 4 * eps, f"turn {turn}, {name}: {error:.2e} of the largest"
-    attention._plans.clear()
+    forget_plans()
     entries = "attention_forward", "attention_backward_query", "attention_backward_key_value"
     assert [ops.launch_counts().get(entry) for entry in entries] == [4] * 3
 
