@@ -41,6 +41,8 @@ from common import STOCK_KERNELS, Call, Verdict, check, expect, gradient_for, re
 DEVICE = "cpu" if COMPILE_FOR else os.environ.get("FLASHBACKEND_TEST_DEVICE", "cuda")
 BACKEND = "triton" if DEVICE == "cuda" else "math"
 HERE = Path(__file__).parent
+# Of which the results file has the text; all are counted.
+MOST_FAILURES = 100
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -141,7 +143,7 @@ class Summary:
             "worst_error_over_best_alone": self.worst_to_best,
             "slowest_seconds": {test: self.durations[test] for test in slowest[:20]},
             "cases_passed": dict(sorted(self.passed.items())),
-            "failures": self.failed,
+            "failures": self.failed[:MOST_FAILURES],
         }
         temporary = self.path.with_suffix(".part")
         temporary.write_text(json.dumps(data, indent=1) + "\n")
@@ -185,17 +187,27 @@ def backend() -> str:
     return BACKEND
 
 
+def _choice_of_stock() -> tuple:
+    """The process's settings that PyTorch chooses its own kernel by."""
+    sdp = torch.backends.cuda
+    enabled = sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.cudnn_sdp_enabled(), sdp.math_sdp_enabled()
+    order = tuple(map(int, torch._C._get_sdp_priority_order()))
+    return *enabled, order, torch.are_deterministic_algorithms_enabled(), sdp.matmul.allow_tf32
+
+
 @pytest.fixture(autouse=True)
 def plugin():
-    """The plugin on during each test, and off after it, whatever the test did."""
+    """The plugin on during each test, and off after it, whatever the test did, which must leave settings alone."""
     import torch_flashbackend
 
+    before = _choice_of_stock()
     torch_flashbackend.enable()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not used because.*")
         warnings.filterwarnings("ignore", message=".*attention.*reason.*")
         yield torch_flashbackend
     torch_flashbackend.disable()
+    assert _choice_of_stock() == before
 
 
 @pytest.fixture(autouse=True)
