@@ -65,6 +65,9 @@ def policy_rows(row: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     row, made = by_backend(row), []
     for backend in OURS:
+        kernels = row.get("our_kernels", {}).get(backend, ())
+        if backend == "cuda" and "us" in row and "flash_decode" not in kernels:
+            continue  # decoding, measured on the kernel of many queries: routing never gives it such a step
         forward, training = ratio(row, "forward", backend), ratio(row, "training", backend)
         if forward is None and training is None:
             continue

@@ -467,6 +467,15 @@ def test_decoding_is_judged_by_the_worse_of_eager_and_a_graph():
     assert make_policy.ratio(row | {"us": {"triton": 9.0, "default": 20.0}}, "forward", "cuda") == 2.0
 
 
+def test_decoding_on_a_kernel_of_many_queries_is_no_measurement_of_the_cuda_backend():
+    row = measured(next(case for case in cases.special() if case.group == "decode"), 10.0, 20.0)
+    row["eager_us"] = {"forward": {"cuda": 10.0, "triton": 15.0, "default": 20.0}}
+    row["us"] = row["eager_us"]["forward"]
+    for kernel, backends in (("flash_decode", ["cuda", "triton"]), ("flash_forward", ["triton"])):
+        row["our_kernels"] = {"cuda": {kernel: 1}, "triton": {"attention_decode": 1}}
+        assert [made["backend"] for made in make_policy.policy_rows(row)] == backends
+
+
 def test_of_several_measurements_in_one_file_the_worst_counts(tmp_path):
     """Two masks are one kind of call."""
     case = cases.grid()[0]

@@ -1,7 +1,8 @@
 """Which backend takes a call: a table of backends, each with its constraints, and the walk along it.
 
-May import torch, problem.py, policy.py and `_torch.py`. Imported by the two hooks, by direct.py, explain.py and
-verify.py. Pure Python on a `Problem`: no tensor, no kernel and no GPU, so that every rule is tested on a CPU.
+May import torch, problem.py, policy.py, `_torch.py` and, for a step of decoding, what ``kernels/cuda/decode.py`` takes.
+Imported by the two hooks, by direct.py, explain.py and verify.py. Pure Python on a `Problem`: no tensor, no kernel that
+is compiled and no GPU, so that every rule is tested on a CPU.
 
 A constraint is data: a name, a predicate, and a message with the caller's words and numbers. The constraints of a
 backend are asked in order and the first that fails is the reason. Calls that stock would reject are never taken: the
@@ -38,6 +39,8 @@ HOPPER_MAX_BIAS_HEAD_DIM = 192
 HOPPER_MAX_DROPOUT_HEAD_DIM = 192
 # Beside a bool mask dropout is its backward's alone, which has masks up to this.
 HOPPER_MAX_MASKED_DROPOUT_HEAD_DIM = 128
+# Of its kernel that splits the keys of a few queries.
+HOPPER_MAX_DECODE_HEAD_DIM = 256
 # Of the kernels for packed sequences (varlen.py).
 MAX_PACKED_HEAD_DIM = 256
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -148,6 +151,12 @@ def worth(problem: Problem, backend: str) -> Verdict:
 
 
 def _judge(problem: Problem, backend: str) -> Verdict:
+    if backend == "cuda" and _is_step(problem) and not _has_decoding_kernel(problem):
+        message = (
+            f"so few queries ({problem.seqlen_q}), of this batch and heads, would run on the cuda backend's kernel of "
+            "many queries; the triton backend has one that splits the keys"
+        )
+        return Verdict(False, "no decoding kernel", message)
     if problem.batch_invariant:
         problem = problem.of_one_batch()
     for rule in STOCK_FAILS:
@@ -162,6 +171,28 @@ def _judge(problem: Problem, backend: str) -> Verdict:
         message = "set_batch_invariant(True): no choice may depend on the batch size, and PyTorch's do"
         return Verdict(True, "batch-invariant", message) if slower is None else slower
     return policy.judge(problem, backend)
+
+
+def _is_step(problem: Problem) -> bool:
+    """Few queries that need no gradient: decoding, where reading the keys is all of the work."""
+    few = isinstance(problem.seqlen_q, int) and 0 < problem.seqlen_q <= policy.DECODE_SEQLEN
+    return few and not problem.requires_grad and not problem.packed
+
+
+def _has_decoding_kernel(problem: Problem) -> bool:
+    """Of the cuda backend; as ``kernels/cuda/forward.py`` asks. With a symbolic size nobody knows: no."""
+    if problem.mask is not None or problem.dropout_p or problem.symbolic or problem.rank != 4:
+        return False
+    if max(problem.head_dim, problem.head_dim_v) > HOPPER_MAX_DECODE_HEAD_DIM:
+        return False
+    from .kernels.cuda import decode  # no kernel is compiled, and no GPU asked
+
+    batch, heads = problem.query_shape[:2]
+    expanded = problem.key_stride[1] == 0 and problem.value_stride[1] == 0
+    kv_heads = 1 if expanded else problem.key_shape[1]
+    return decode.takes(
+        batch, kv_heads, problem.seqlen_q, problem.seqlen_k, heads // max(kv_heads, 1), problem.is_causal
+    )
 
 
 def _reason(problem: Problem, name: str, rejected: list[tuple[str, str, str]], automatic: bool) -> str:
