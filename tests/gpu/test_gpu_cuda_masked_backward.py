@@ -15,6 +15,7 @@ import pytest
 import torch
 from backward_forms import use_form
 from hopper_calls import DTYPES, MANY, draw, gradient_checker, pattern
+from repeated_calls import TURNS, check_repeats
 from test_gpu_cuda_backward import hopper
 from test_gpu_cuda_masks import (
     MASK_LAYOUTS,
@@ -382,8 +383,6 @@ def dropout_gradients(call: Call, dropout_p: float, seed: int) -> dict[str, tupl
 
 def judge_dropout(call: Call, dropout_p: float, seed: int, found: dict[str, tuple[Tensor, ...]]) -> None:
     """No further from float64's than twice Triton's own."""
-    from torch_flashbackend import reference
-
     dropout_seed = torch.tensor([seed << 40 | seed], device="cuda")
     leaves = [tensor.detach().double().requires_grad_() for tensor in (call.query, call.key, call.value)]
     right = reference.attention(
@@ -461,23 +460,12 @@ def test_dropping_everything_leaves_no_gradient(hopper_backward_ran):
 @pytest.mark.parametrize("shape", [(150, 170), (2, 1, 150, 170), (2, 1, 1, 170)])
 def test_repeated_calls_read_their_own_mask(shape):
     """What is kept of a call serves the next one, whose tensors lie elsewhere and whose mask differs in its values."""
-    run, eps = ops.ReadyRun("cuda", needs_grad=True), torch.finfo(torch.bfloat16).eps
-    ops.reset_launch_counts()
-    kept = []  # so that each turn has addresses of its own
-    for turn in range(4):
-        torch.manual_seed(turn)
-        tensors = [torch.randn(2, 3, rows, 64, device="cuda", dtype=torch.bfloat16) for rows in (150, 170, 170, 150)]
-        inputs, grad_out = [tensor.requires_grad_() for tensor in tensors[:3]], tensors[3]
+
+    def make_mask():
         mask = torch.rand(shape, device="cuda") < 0.5
         mask[..., 0] = True
-        out = run(*inputs, mask)
-        grads = torch.autograd.grad(out, inputs, grad_out)
-        kept.append((inputs, mask, out, grads))
-        twins = [tensor.detach().double().requires_grad_() for tensor in inputs]
-        expected = reference.attention(*twins, mask, 0.0, False, 0.125)
-        wanted = torch.autograd.grad(expected, twins, grad_out.double())
-        for name, got, want in zip(("out", "query", "key", "value"), (out, *grads), (expected, *wanted)):
-            error = (got.double() - want).abs().max() / want.abs().max()
-            assert error < 4 * eps, f"turn {turn}, {name}: {error:.2e} of the largest"
+        return mask
+
+    check_repeats("cuda", make_mask)
     entries = "flash_forward", "flash_mask_lists", "flash_mask_bits", "flash_backward", "flash_backward_finish"
-    assert [ops.launch_counts().get(entry) for entry in entries] == [4] * 5
+    assert [ops.launch_counts().get(entry) for entry in entries] == [TURNS] * 5

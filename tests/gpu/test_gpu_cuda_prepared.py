@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from hopper_calls import HOPPER_ONLY
+from repeated_calls import check_threads
 
-from common import check, expect, gradient_for, results_of, simple_call
+from common import check, expect, gradient_for, simple_call
 
 pytestmark = HOPPER_ONLY
 
@@ -21,33 +20,7 @@ def test_small_calls_of_threads_on_one_stream_and_on_their_own(plugin, note, is_
         simple_call(1, 4, seqlen, head_dim=head_dim, is_causal=is_causal, seed=index)
         for index, (seqlen, head_dim) in enumerate(sizes)
     ]
-    gradients = [gradient_for(call) for call in calls]
-    expected = [expect(call, grad_out) for call, grad_out in zip(calls, gradients)]
-    shared, results, failures = torch.cuda.Stream(), [], []
-    torch.cuda.synchronize()
-
-    def work(thread):
-        try:
-            with (
-                plugin.sdpa_backend("cuda"),
-                torch.cuda.stream(shared if thread < 3 else torch.cuda.Stream()),
-            ):
-                for turn in range(24):
-                    number = (thread + turn) % len(calls)
-                    results.append((number, results_of(calls[number], gradients[number])))
-                torch.cuda.current_stream().synchronize()
-        except BaseException as error:  # reported by the test's own thread
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
-    assert len(results) == 6 * 24
-    for number, found in results:
-        note(check(found, expected[number], None, "training"))
+    check_threads(plugin, note, "cuda", calls, threads=6, on_one_stream=3, turns=24)
 
 
 def test_a_graph_beside_eager_calls_on_its_stream(plugin):

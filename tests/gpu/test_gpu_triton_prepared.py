@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
+from repeated_calls import TURNS, check_repeats, check_threads
 
-from torch_flashbackend import ops, reference
+from torch_flashbackend import ops
 
-from common import check, expect, forget_plans, gradient_for, results_of, simple_call
+from common import forget_plans, simple_call
 
 MASKS = {
     "none": None,
@@ -28,55 +27,15 @@ def test_repeated_calls_read_their_own_tensors(monkeypatch, mask, is_causal, lis
 
     monkeypatch.setattr(attention, "worth_listing", lambda *_: lists)
     forget_plans()
-    run, eps = ops.ReadyRun("triton", needs_grad=True), torch.finfo(torch.bfloat16).eps
-    ops.reset_launch_counts()
-    kept = []  # so that each turn has addresses of its own
-    for turn in range(4):
-        torch.manual_seed(turn)
-        tensors = [torch.randn(2, 3, rows, 64, device="cuda", dtype=torch.bfloat16) for rows in (150, 170, 170, 150)]
-        inputs, grad_out = [tensor.requires_grad_() for tensor in tensors[:3]], tensors[3]
-        attn_mask = None if MASKS[mask] is None else MASKS[mask]()
-        out = run(*inputs, attn_mask, is_causal=is_causal)
-        grads = torch.autograd.grad(out, inputs, grad_out)
-        kept.append((inputs, attn_mask, out, grads))
-        twins = [tensor.detach().double().requires_grad_() for tensor in inputs]
-        expected = reference.attention(*twins, attn_mask, 0.0, is_causal, 0.125)
-        wanted = torch.autograd.grad(expected, twins, grad_out.double())
-        for name, got, want in zip(("out", "query", "key", "value"), (out, *grads), (expected, *wanted)):
-            error = (got.double() - want).abs().max() / want.abs().max()
-            assert error < 4 * eps, f"turn {turn}, {name}: {error:.2e} of the largest"
+    check_repeats("triton", MASKS[mask], is_causal)
     forget_plans()
     entries = "attention_forward", "attention_backward_query", "attention_backward_key_value"
-    assert [ops.launch_counts().get(entry) for entry in entries] == [4] * 3
+    assert [ops.launch_counts().get(entry) for entry in entries] == [TURNS] * 3
 
 
 def test_small_calls_of_threads_on_one_stream_and_on_their_own(plugin, note):
     calls = [simple_call(1, 4, seqlen, head_dim=64, is_causal=True, seed=seqlen) for seqlen in (64, 128, 200)]
-    gradients = [gradient_for(call) for call in calls]
-    expected = [expect(call, grad_out) for call, grad_out in zip(calls, gradients)]
-    shared, results, failures = torch.cuda.Stream(), [], []
-    torch.cuda.synchronize()
-
-    def work(thread):
-        try:
-            stream = shared if thread < 2 else torch.cuda.Stream()
-            with plugin.sdpa_backend("triton"), torch.cuda.stream(stream):
-                for turn in range(12):
-                    number = (thread + turn) % len(calls)
-                    results.append((number, results_of(calls[number], gradients[number])))
-                torch.cuda.current_stream().synchronize()
-        except BaseException as error:  # reported by the test's own thread
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
-    assert len(results) == 4 * 12
-    for number, found in results:
-        note(check(found, expected[number], None, "training"))
+    check_threads(plugin, note, "triton", calls, threads=4, on_one_stream=2, turns=12)
 
 
 def test_a_graph_replays_repeated_calls(plugin):
