@@ -5,7 +5,7 @@
 //   loading warp:    keys and values once; then query and grad_out tiles of 128 rows in halves of 64, each of which
 //                    comes to the same rows as the one before as soon as both warpgroups have used that
 //   each consumer warpgroup, 64 keys, for half a tile of queries at a time:
-//     P^T = exp2(S^T), of which it keeps what is rounded alone, so that dP can have the registers of S;
+//     P^T = exp2(S^T), of which it keeps 16 or 24 bits (`Kept`), so that dP can have the registers of S;
 //     issue dP^T = value grad_out^T;  issue grad_value += P^T grad_out;
 //     dS^T meanwhile, into shared memory for the other one;  issue grad_key += dS^T query;
 //     grad_query = dS key of its 64 rows, a box of columns at a time, each added from registers to its sums;
@@ -18,8 +18,8 @@
 // DETERMINISTIC: blocks add to a query tile in the order of their keys, which a warp for each consumer keeps.
 //
 // Shared memory: one key and one value tile, one of query, of grad_out and of dS.
-// Registers: (HEAD_DIM + HEAD_DIM_V) / 2 for the sums; 32 for S or dP; 16 each for P and dS, rounded; 32 for a box of
-// grad_query, when there is no dP.
+// Registers: (HEAD_DIM + HEAD_DIM_V) / 2 for the sums; 32 for S or dP; 16 each for P and dS, rounded; 8 for the next
+// bits of P; 32 for a box of grad_query, when there is no dP.
 //
 // Defined by the host (backward.py): as for backward.cu, with BLOCK_M and BLOCK_N 128, STEP_M 64, one stage of all.
 #include "backward.cuh"
@@ -125,6 +125,42 @@ __device__ __forceinline__ void keep_order(const Work& work, const BackwardParam
   if (before) semaphore_add(before);
 }
 
+// What stays of a step's probabilities: the operand of grad_value's product and, of bfloat16, the next 8 bits, without
+// which the factors of dS = P (dP - delta) would be rounded to 8 bits before dS is. (The bits after those of a float16
+// are not at a fixed place where it is subnormal.)
+struct Kept {
+  uint32_t rounded[STEP_M / 4];             // two in a word, as `pack` leaves them
+  uint32_t next[IS_BF16 ? STEP_M / 8 : 1];  // of four in a word
+
+  // Of numbers that are not negative; NaN stays NaN.
+  __device__ __forceinline__ explicit Kept(const float (&x)[STEP_M / 2]) {
+    if constexpr (IS_BF16) {
+#pragma unroll
+      for (int i = 0; i < STEP_M / 2; i += 4) {
+        uint32_t bits[4];  // and half of the last bit that stays, so that cutting off rounds
+#pragma unroll
+        for (int j = 0; j < 4; ++j) bits[j] = __float_as_uint(x[i + j]) + HALF;
+        rounded[i / 2] = smaller_halves(permute(bits[0], bits[1], 0x7632), 0x7FFF7FFF);
+        rounded[i / 2 + 1] = smaller_halves(permute(bits[2], bits[3], 0x7632), 0x7FFF7FFF);
+        next[i / 4] = permute(permute(bits[0], bits[1], 0x0051), permute(bits[2], bits[3], 0x0051), 0x5410);
+      }
+    } else {
+      pack_all(rounded, x);
+    }
+  }
+
+  // Number 2 i and the one after it.
+  __device__ __forceinline__ float2 pair(int i) const {
+    if constexpr (!IS_BF16) return unpack(rounded[i]);
+    const uint32_t low = i % 2 ? 0x1069 : 0x1049, high = i % 2 ? 0x3279 : 0x3259;  // 9: eight zeros
+    return {__uint_as_float(permute(rounded[i], next[i / 2], low) - HALF),
+            __uint_as_float(permute(rounded[i], next[i / 2], high) - HALF)};
+  }
+
+ private:
+  static constexpr uint32_t HALF = 0x8000;
+};
+
 // columns[64, a box] = grad_scores[64 queries, BLOCK_N] key[BLOCK_N, a box]; columns past HEAD_DIM are zeros
 __device__ __forceinline__ void grad_query_product(float (&columns)[BOX_COLUMNS / 2], uint32_t grad_scores,
                                                    uint32_t box) {
@@ -144,12 +180,10 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
   const int lane = threadIdx.x % 32, quad_lane = lane % 4;
   const int warp_row = 64 * warpgroup + threadIdx.x % 128 / 32 * 16;  // first of this warp's keys within the tile
   const int first_key = work.k_tile * BLOCK_N + 64 * warpgroup;
-  const int thread_key = work.k_tile * BLOCK_N + warp_row + lane / 4;  // and thread_key + 8
   const bool ends = first_key + 64 > params.seqlen_k;
   const int last_row = (params.q_tiles - 1) * BLOCK_M, end_row = work.first_q_tile * BLOCK_M;
 
   uint32_t phase = 0;  // of the halves of a query tile
-  Ring<DS_STAGES> s;   // of dS, for its halves
   float grad_key[HEAD_DIM / 2] = {}, grad_value[HEAD_DIM_V / 2] = {};
   float scores[STEP_M / 2], grads[STEP_M / 2];
   LeftOperand<HEAD_DIM> key;
@@ -205,8 +239,11 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
         value.multiply(grads, descriptor(grad_out, 0));
         wgmma_commit();
       };
-      if (ends || (IS_CAUSAL && first_row + half * HALF_ROWS < first_key + 63))
+      if (ends || (IS_CAUSAL && first_row + half * HALF_ROWS < first_key + 63)) {
+        // This thread's first key; its other one is 8 further.
+        const int thread_key = opaque(first_key) + threadIdx.x % 128 / 32 * 16 + lane / 4;
         mask_keys(scores, thread_key, first_row + half * HALF_ROWS, params.seqlen_k);
+      }
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
         const float2 logsumexp = read_pair(statistics + 8 * i);
@@ -215,18 +252,17 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
         scores[i + 2] = exp2_approx(fmaf(scores[i + 2], scale_log2, -logsumexp.x));
         scores[i + 3] = exp2_approx(fmaf(scores[i + 3], scale_log2, -logsumexp.y));
       }
-      uint32_t probabilities[STEP_M / 4];
-      pack_all(probabilities, scores);
+      const Kept probabilities(scores);
       issue_grads();
       wgmma_fence();
-      accumulate_product<HEAD_DIM_V>(grad_value, probabilities, grad_out);
+      accumulate_product<HEAD_DIM_V>(grad_value, probabilities.rounded, grad_out);
       wgmma_commit();
       wgmma_wait<1>();
 
 #pragma unroll
       for (int i = 0; i < STEP_M / 2; i += 4) {
         const float2 negative = read_pair(statistics + BLOCK_M * 4 + 8 * i);  // -delta
-        const float2 low = unpack(probabilities[i / 2]), high = unpack(probabilities[i / 2 + 1]);
+        const float2 low = probabilities.pair(i / 2), high = probabilities.pair(i / 2 + 1);
         grads[i] = low.x * (grads[i] + negative.x);
         grads[i + 1] = low.y * (grads[i + 1] + negative.y);
         grads[i + 2] = high.x * (grads[i + 2] + negative.x);
@@ -234,7 +270,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       }
       uint32_t grad_scores[STEP_M / 4];
       pack_all(grad_scores, grads);
-      barrier_wait(shared.ds_empty(half), s.phase ^ 1);
+      barrier_wait(shared.ds_empty(half), phase ^ 1);
       write_grad_scores(shared.grad_scores + rows, grad_scores, warp_row);
       store_fence();
       warp_arrive_together(shared.ds_full(half));
@@ -255,8 +291,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       int box = nth * BOXES;
       const int end = min(box + BOXES, BOXES);
       const bool has_boxes = nth >= 0 && number_of >= 0 && box < end;
-      const Ring<DS_STAGES> source = of_this ? s : s.previous();
-      if (has_boxes && nth == 0) barrier_wait(shared.ds_full(warpgroup), source.phase);
+      if (has_boxes && nth == 0) barrier_wait(shared.ds_full(warpgroup), phase ^ warpgroup);
       wgmma_wait<0>();  // what follows takes the registers of dS
       if (has_boxes) {
 #pragma unroll 1
@@ -274,7 +309,6 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       warp_arrive(shared.q_empty(half));
       half = next_half;
       if (last_half) {
-        s.advance();
         phase ^= 1;
         number_before = number;
         // A query head's first tile is followed by the next one's last.
@@ -284,7 +318,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
       }
     }
     if (warpgroup == 1) {
-      barrier_wait(shared.ds_full(warpgroup), s.previous().phase);
+      barrier_wait(shared.ds_full(warpgroup), phase ^ 1);
 #pragma unroll 1
       for (int box = 0; box < BOXES; ++box) {
         float columns[BOX_COLUMNS / 2];
@@ -313,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap grad_out_map,
     const __grid_constant__ TensorMap grad_key_map, const __grid_constant__ TensorMap grad_value_map,
     const __grid_constant__ BackwardParams params) {
-  const Shared shared(tile_memory());
+  const Shared shared(uniform(tile_memory()));
   if (threadIdx.x == 0) {
     prefetch_maps(query_map, key_map, value_map, grad_out_map);
     take_ticket(shared.ticket, params);

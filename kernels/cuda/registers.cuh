@@ -34,6 +34,21 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return pair;
 }
 
+// A word of four bytes that the digits of `order` name, the lowest first: 0 to 3 of `low`, 4 to 7 of `high`, and with 8
+// added that byte's sign eight times.
+__device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t order) {
+  uint32_t word;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(low), "r"(high), "r"(order));
+  return word;
+}
+
+// The smaller ones of two pairs of 16-bit numbers without sign.
+__device__ __forceinline__ uint32_t smaller_halves(uint32_t x, uint32_t y) {
+  uint32_t pair;
+  asm("min.u16x2 %0, %1, %2;" : "=r"(pair) : "r"(x), "r"(y));
+  return pair;
+}
+
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, 2));
