@@ -141,6 +141,11 @@ def test_every_case_of_a_call_must_be_faster(install):
     assert takes(dropout_p=0.1, mask="bool")
 
 
+def test_a_ratio_below_the_margin_reads_so(install):
+    install(row(1.0199))
+    assert policy.judge(call(), "triton").message.startswith("1.01 times stock's speed")
+
+
 def test_decoding_is_compared_with_decoding_only(install):
     install(row(1.5))
     decode = call(seqlen=1, seqlen_k=2**20)

@@ -114,6 +114,7 @@ only_flash_with_mask: triton / query / stock refuses""",
                 bool_mask=problem(gpu=RTX, mask="bool"),
                 bias=problem(gpu=RTX, mask="float"),
                 trained_bias=problem(gpu=RTX, mask="float_grad", training=True),
+                mask_and_dropout=problem(gpu=RTX, mask="bool", dropout_p=0.1, training=True),
                 head_dim_36=problem((2, 16, 4096, 36), gpu=RTX),
                 head_dim_v=problem(gpu=RTX, head_dim_v=64),
                 amd=problem(gpu=AMD),
@@ -131,6 +132,7 @@ zero_scale: stock / query / unmeasured
 bool_mask: triton / bshd / unmeasured, likely faster: bool_mask
 bias: triton / bshd / unmeasured, likely faster: float_mask
 trained_bias: triton / bshd / unmeasured, likely faster: mask_grad
+mask_and_dropout: triton / bshd / unmeasured, likely faster: bool_mask
 head_dim_36: triton / query / unmeasured, likely faster: head_dim
 head_dim_v: triton / bshd / unmeasured, likely faster: head_dim
 amd: stock / query / unmeasured

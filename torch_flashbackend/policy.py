@@ -4,8 +4,8 @@ May import torch and problem.py. Imported by routing.py, precompile.py and the c
 policies/README.md describes the files; benchmarks/make_policy.py writes them.
 
 A call is compared with the measured calls of the same kind (case, causal, dtype, decoding or not) at the nearest
-measured head dimension at or above its own, and there with the two measured sizes around its own work, 4·B·H·Sq·Sk·D
-operations: it is taken where both were faster by at least `MARGIN`. Of several calls of one size those with the nearest
+measured head dimension at or above its own (where none is, at the largest, up to 256), and there with the two measured
+sizes around its own work, 4·B·H·Sq·Sk·D operations: it is taken where both were faster by at least `MARGIN`. Of several calls of one size those with the nearest
 lengths count. Where nothing comparable was measured, or only calls much larger than this one, `_unmeasured` has a short
 rule. Nothing here compares a symbolic size: the largest measured size speaks for it.
 """
@@ -246,12 +246,14 @@ def _judge_case(problem: Problem, case: str, policy: Policy | None, backend: str
     if ratio >= REFUSED:
         message = f"stock refused the nearest measured call ({worst}, {case})"
         return Verdict(True, f"stock refuses: {case}", message, ratio)
-    message = f"{ratio:.2f} times stock's speed measured at {worst} ({case}, {mode})"
     if ratio >= MARGIN:
+        message = f"{ratio:.2f} times stock's speed measured at {worst} ({case}, {mode})"
         if not symbolic and _work(problem) < SMALLEST_PART * min(row.work for row in rows):
             return _unmeasured(problem, case, f"{message}, and no call as small as this one", backend)
         return Verdict(True, f"measured faster: {case}", message, ratio)
-    return Verdict(False, "measured slower", f"{message}; {MARGIN} is asked", ratio)
+    # Cut off, not rounded: what is below the margin is to read so.
+    below = f"{math.floor(100 * ratio) / 100:.2f} times stock's speed measured at {worst} ({case}, {mode})"
+    return Verdict(False, "measured slower", f"{below}; {MARGIN} is asked", ratio)
 
 
 def _comparable(problem: Problem, case: str, policy: Policy, training: bool, symbolic: bool, backend: str) -> list[Row]:
@@ -360,7 +362,8 @@ def _unmeasured(problem: Problem, case: str, why: str, backend: str) -> Verdict:
         message = f"{why}; stock's flash kernel for packed sequences was written for older GPUs, so it is taken"
         return Verdict(True, "unmeasured, likely faster: packed", message)
     unusual = _unusual_head_dim(problem)
-    if case in ("bool_mask", "float_mask", "mask_grad"):
+    # Dropout beside a mask too: it leaves stock the same kernel.
+    if problem.mask is not None:
         return Verdict(True, f"unmeasured, likely faster: {case}", f"{why}; stock is slow at masks, so it is taken")
     if unusual:
         message = f"{why}; {unusual} is slow in stock, so it is taken"
