@@ -28,6 +28,7 @@ MASKS = {
     "window": "bool_mask",  # [1, 1, Sq, Sk], the 256 keys up to the query's own
     "documents": "bool_mask",  # [1, 1, Sq, Sk], eight documents of equal length
     "static_cache": "bool_mask",  # [B, 1, Sq, Sk], the last queries of the first 1,000 keys in 8,192
+    "full_cache": "bool_mask",  # the same of all keys but the last 29
     "lowest_causal": "float_mask",  # [B, 1, Sq, Sk], causal as zeros and the lowest finite number, as models make it
     "bias": "float_mask",  # [1, H, Sq, Sk], a position bias in query's dtype
     "batch_bias": "float_mask",  # [B, 1, Sq, Sk]
@@ -172,8 +173,9 @@ def _make_mask(case: Case, device: torch.device | str, generator: torch.Generato
         return ((columns <= rows) & (columns > rows - 256))[None, None]
     if case.mask == "documents":
         return (rows * 8 // case.seqlen_q == columns * 8 // case.seqlen_k)[None, None]
-    if case.mask == "static_cache":
-        used = max(case.seqlen_q, case.seqlen_k * 1000 // 8192)
+    if case.mask in ("static_cache", "full_cache"):
+        used = case.seqlen_k * 1000 // 8192 if case.mask == "static_cache" else case.seqlen_k - 29
+        used = max(case.seqlen_q, used)
         return (columns <= rows + (used - case.seqlen_q)).expand(case.batch, 1, -1, -1).contiguous()
     if case.mask == "lowest_causal":
         dtype = DTYPES[case.dtype]
@@ -335,4 +337,6 @@ def decode() -> list[Case]:
               ((1, 1024), (1, 8192), (8, 8192), (64, 1024))]  # fmt: skip
     cases += [case(batch, 8192, rows=rows, mask="static_cache") for batch, rows in ((1, 1), (8, 1), (64, 1), (8, 4))]
     cases += [case(8, 8192, mask="padding"), case(8, 4096, 64, 16, mask="padding")]
+    # As `generate` makes it for a prompt of 4,096 tokens: no length of a cache is a multiple of anything.
+    cases += [case(batch, 4159, kv_heads=kv_heads, mask="full_cache") for batch, kv_heads in ((1, 32), (8, 32), (8, 8))]
     return cases

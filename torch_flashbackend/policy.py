@@ -5,9 +5,10 @@ policies/README.md describes the files; benchmarks/make_policy.py writes them.
 
 A call is compared with the measured calls of the same kind (case, causal, dtype, decoding or not) at the nearest
 measured head dimension at or above its own (where none is, at the largest, up to 256), and there with the two measured
-sizes around its own work, 4·B·H·Sq·Sk·D operations: it is taken where both were faster by at least `MARGIN`. Of several calls of one size those with the nearest
-lengths count. Where nothing comparable was measured, or only calls much larger than this one, `_unmeasured` has a short
-rule. Nothing here compares a symbolic size: the largest measured size speaks for it.
+sizes around its own work, 4·B·H·Sq·Sk·D operations: it is taken where both were faster by at least `MARGIN`. Of several
+calls of one size those with the nearest lengths count. Where nothing comparable was measured, or only calls much larger
+than this one, `_unmeasured` has a short rule. Nothing here compares a symbolic size: the largest measured size speaks
+for it.
 """
 
 from __future__ import annotations

@@ -145,51 +145,82 @@ def _visit(accumulator, row_max, row_sum, query_tile, query_pointers, query_step
 
 
 @triton.jit
+def _add(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
+
+
+@triton.jit
 def _seen_tiles(mask, tile, num_splits, first_row, num_rows, group_size, last_key, stride_mh, stride_mq, stride_mk,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr,
                 MASK_PER_KEY: tl.constexpr, MASK_PER_HEAD: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr):
-    """Of CHUNK tiles (at most 32), num_splits apart: full ones, whose keys all rows see, with a bias of 0, and mixed
-    ones, of which some row sees something: the bits of either, and how many these are.
+    """Of CHUNK tiles (at most 128), num_splits apart: full ones, whose BLOCK_N keys all rows see, with a bias of 0, and
+    mixed ones, of which some row sees something. Four words, of 32 tiles each: a bit for each full tile, and 32 bits
+    higher one for each mixed one; and how many tiles are full, and 256 times how many are mixed.
     """
     chunk = tl.arange(0, CHUNK)
     key_index = (tile + chunk * num_splits)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     pointers = mask + (key_index if MASK_UNIT_STRIDE else key_index * stride_mk)
     inside = key_index < last_key
-    found = tl.zeros([CHUNK, BLOCK_N], tl.int32)
-    plain = tl.full([CHUNK, BLOCK_N], 1, tl.int32)
-    last_row = tl.minimum(first_row + BLOCK_M, num_rows)
     if MASK_PER_KEY:
-        rows = 1
-    elif MASK_PER_HEAD:
-        rows = last_row - first_row
-    else:
-        rows = tl.cdiv(last_row, group_size) - first_row // group_size
-    for row in tl.range(0, rows):
-        if MASK_PER_KEY:
-            offset = tl.cast(0, tl.int64)
-        elif MASK_PER_HEAD:
-            index = first_row + row
-            offset = (index // group_size).to(tl.int64) * stride_mq + index % group_size * stride_mh
-        else:
-            offset = (first_row // group_size + row).to(tl.int64) * stride_mq
         if MASK == MASK_BOOL:
-            seen = (tl.load(pointers + offset, mask=inside, other=0) != 0).to(tl.int32)
-            found = found | seen
-            plain = plain & seen
+            found = (tl.load(pointers, mask=inside, other=0) != 0).to(tl.int32)
+            plain = found
         else:
-            bias = tl.load(pointers + offset, mask=inside, other=float("-inf"))
-            found = found | (bias != float("-inf")).to(tl.int32)
-            plain = plain & (bias == 0.0).to(tl.int32)
+            bias = tl.load(pointers, mask=inside, other=float("-inf"))
+            found = (bias != float("-inf")).to(tl.int32)
+            plain = (bias == 0.0).to(tl.int32)
+    else:
+        found = tl.zeros([CHUNK, BLOCK_N], tl.int32)
+        plain = tl.full([CHUNK, BLOCK_N], 1, tl.int32)
+        last_row = tl.minimum(first_row + BLOCK_M, num_rows)
+        rows = last_row - first_row if MASK_PER_HEAD else tl.cdiv(last_row, group_size) - first_row // group_size
+        for row in tl.range(0, rows):
+            if MASK_PER_HEAD:
+                index = first_row + row
+                offset = (index // group_size).to(tl.int64) * stride_mq + index % group_size * stride_mh
+            else:
+                offset = (first_row // group_size + row).to(tl.int64) * stride_mq
+            if MASK == MASK_BOOL:
+                seen = (tl.load(pointers + offset, mask=inside, other=0) != 0).to(tl.int32)
+                found = found | seen
+                plain = plain & seen
+            else:
+                bias = tl.load(pointers + offset, mask=inside, other=float("-inf"))
+                found = found | (bias != float("-inf")).to(tl.int32)
+                plain = plain & (bias == 0.0).to(tl.int32)
     # Of each tile how many keys somebody and how many all see, in one sum; so too what there is of either kind: a sum
     # over threads takes as long as a key's way from memory.
-    seen = tl.sum(found * 65536 + plain * inside.to(tl.int32), 1)
-    keys = tl.minimum(last_key - (tile + chunk * num_splits) * BLOCK_N, BLOCK_N)
-    full = ((seen & 65535) == keys) & (keys > 0)
+    seen = tl.sum(found * 65536 + plain, 1)
+    full = (seen & 65535) == BLOCK_N
     mixed = (seen > 65535) & ~full
-    kinds = full.to(tl.int64) | mixed.to(tl.int64) << 32
-    bits = tl.sum(kinds << chunk.to(tl.int64), 0)
-    counts = tl.sum(full.to(tl.int32) + mixed.to(tl.int32) * 256, 0)
-    return bits & 0xFFFFFFFF, counts & 255, bits >> 32 & 0xFFFFFFFF, counts >> 8
+    kinds = (full.to(tl.int64) | mixed.to(tl.int64) << 32) << (chunk % 32).to(tl.int64)
+    counts = full.to(tl.int32) + mixed.to(tl.int32) * 256
+    none = tl.zeros([CHUNK], tl.int64)
+    if CHUNK <= 32:
+        return tl.reduce((kinds, none, none, none, counts), 0, _add)
+    else:
+        word = chunk // 32
+        return tl.reduce((tl.where(word == 0, kinds, 0), tl.where(word == 1, kinds, 0), tl.where(word == 2, kinds, 0),
+                          tl.where(word == 3, kinds, 0), counts), 0, _add)
+
+
+@triton.jit
+def _take_tile(first, second, third, fourth, CHUNK: tl.constexpr):
+    """The number of the lowest bit of the words, which have 32 each, and the words without it."""
+    if CHUNK <= 32:
+        lowest = first & -first
+        base = 0
+        first ^= lowest
+    else:
+        seen = tl.where(first != 0, first, tl.where(second != 0, second, tl.where(third != 0, third, fourth)))
+        base = tl.where(first != 0, 0, tl.where(second != 0, 32, tl.where(third != 0, 64, 96)))
+        lowest = seen & -seen
+        first ^= tl.where(base == 0, lowest, 0)
+        second ^= tl.where(base == 32, lowest, 0)
+        third ^= tl.where(base == 64, lowest, 0)
+        fourth ^= tl.where(base == 96, lowest, 0)
+    number = base + (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # its exponent
+    return number, first, second, third, fourth
 
 
 @triton.jit
@@ -352,6 +383,8 @@ def attention_decode(
     DEPENDENT: a programmatic dependent launch, which waits by itself for what was launched before.
     """
     NATURAL: tl.constexpr = MASK == MASK_FLOAT or SOFTCAP or alibi_slopes is not None
+    # Is there a bound that a tile may cross whose keys the mask shows to all rows?
+    MAY_CUT_FULL: tl.constexpr = LEFT or RIGHT or leftpad_k is not None
     num_rows = seqlen_q * group_size
     num_row_tiles = tl.cdiv(num_rows, BLOCK_M)
     program = tl.program_id(0)
@@ -419,15 +452,14 @@ def attention_decode(
             # Tiles that nobody sees are found first: a branch in the loop would keep its loads from running ahead. So
             # would the mask's, which are too narrow for asynchronous copies, so that full tiles come without it.
             for tile in tl.range(first_tile + split, last_tile, num_splits * CHUNK, num_stages=1):
-                full, num_full, mixed, num_mixed = _seen_tiles(
+                words_0, words_1, words_2, words_3, counts = _seen_tiles(
                     mask, tile, num_splits, first_row, num_rows, group_size, last_key, stride_mh, stride_mq, stride_mk,
                     BLOCK_M, BLOCK_N, CHUNK, MASK, MASK_PER_KEY, MASK_PER_HEAD, MASK_UNIT_STRIDE)
                 for kind in tl.static_range(2):
-                    seen = full if kind == 0 else mixed
-                    for _ in tl.range(0, num_full if kind == 0 else num_mixed):
-                        lowest = seen & -seen
-                        seen = seen ^ lowest
-                        number = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # its exponent
+                    seen_0, seen_1 = words_0 >> 32 * kind & 0xFFFFFFFF, words_1 >> 32 * kind & 0xFFFFFFFF
+                    seen_2, seen_3 = words_2 >> 32 * kind & 0xFFFFFFFF, words_3 >> 32 * kind & 0xFFFFFFFF
+                    for _ in tl.range(0, counts >> 8 * kind & 255):
+                        number, seen_0, seen_1, seen_2, seen_3 = _take_tile(seen_0, seen_1, seen_2, seen_3, CHUNK)
                         start = (tile + number * num_splits) * BLOCK_N
                         pages = _load_pages(block_table, start, keys, last_key, BLOCK_N, PAGE) if PAGE != 0 else 0
                         accumulator, row_max, row_sum = _visit(
@@ -436,7 +468,8 @@ def attention_decode(
                             stride_vn, stride_vd, stride_mk, first_key, last_key, window_left, window_right, scale,
                             softcap, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
                             MASK_NONE if kind == 0 else MASK, MASK_PER_KEY, MASK_UNIT_STRIDE, LEFT, RIGHT, SOFTCAP,
-                            alibi_slopes is not None, BOUND_KEYS, NATURAL, UNIT_STRIDE, PAGE, STREAM_QUERY, PRECISION)
+                            alibi_slopes is not None, BOUND_KEYS and (kind == 1 or MAY_CUT_FULL), NATURAL,
+                            UNIT_STRIDE, PAGE, STREAM_QUERY, PRECISION)
         else:
             if PAGE != 0:
                 # As far as the table goes, not the keys in use, whose number has just been asked for.

@@ -164,6 +164,17 @@ def choose(tiles: tuple[DecodeTile, ...], pairs: int, rows: int, keys: int, row_
     return best
 
 
+def _chunk(keys: int, splits: int, block_n: int, mask_per_key: bool) -> int:
+    """Of how many tiles a program finds out at once which it must visit: of all it has, where registers allow.
+
+    The loads of keys wait for that, and all end before the next such look. A mask of several rows takes twice the
+    registers.
+    """
+    most = min(128, 8192 // block_n) if mask_per_key else min(32, 2048 // block_n)
+    tiles_each = -(-keys // (splits * block_n))
+    return next((size for size in (8, 32, 64) if tiles_each <= size < most), most)
+
+
 class DecodePlan:
     """``attention_decode``, and ``merge_splits`` where that has a launch of its own, ready but for their pointers."""
 
@@ -244,6 +255,8 @@ class DecodePlan:
             "scale": ("fp32", kernel_scale),
             "softcap": ("fp32", options.softcap),
         }
+        same_for_queries = call.mask_strides[2] == 0 or call.seqlen_q == 1
+        mask_per_key = same_for_queries and (call.mask_strides[1] == 0 or group == 1)
         constants = {
             "HEAD_DIM": query.size(3),
             "HEAD_DIM_V": value.size(3),
@@ -254,9 +267,9 @@ class DecodePlan:
             "BLOCK_R": block_r,
             "MERGE": merge,
             "AT_ONCE": at_once(64, block_r, block_d, tile.num_warps),
-            "CHUNK": min(32 if mask is not None and visible > 8 * splits * tile.block_n else 8, 2048 // tile.block_n),
+            "CHUNK": _chunk(visible, splits, tile.block_n, mask_per_key) if mask is not None else 8,
             "MASK": call.mask_kind,
-            "MASK_PER_KEY": call.mask_strides[2] == 0 and (call.mask_strides[1] == 0 or group == 1),
+            "MASK_PER_KEY": mask_per_key,
             "MASK_PER_HEAD": call.mask_strides[1] != 0,
             "MASK_UNIT_STRIDE": call.mask_strides[3] == 1,
             "LEFT": left is not None,
@@ -274,6 +287,8 @@ class DecodePlan:
         divisors = call.divisors({"query": query, "key": key, "value": value, "out": out}, strides, mask_strides)
         if mask is not None and call.mask_divisor > 1:
             divisors["mask"] = 16
+            if seqlen_k % 16 == 0:  # which bounds the mask's loads
+                divisors["seqlen_k"] = 16
         if scratch is not None:
             divisors |= {"partials": 16, "statistics_offset": 16 if results * block_r * block_d % 16 == 0 else 1}
         every_scalar = strides | mask_strides | scalars

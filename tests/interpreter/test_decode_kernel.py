@@ -93,6 +93,25 @@ def test_masks_of_more_tiles_than_are_looked_at_at_once():
         run_and_check(cache_call(seed, ("mask",), batch=1, kv_heads=1, keys=1100, num_splits=1 + seed % 2))
 
 
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("tiles", [7, 32, 33, 65, 128, 141])
+def test_tiles_full_mixed_and_hidden_in_every_word(tiles, kind):
+    """A mask of one row for all queries is looked at in 8, 32, 64 or 128 tiles at once; no hidden tile is read."""
+    generator = torch.Generator().manual_seed(tiles)
+    seen = torch.rand(tiles, 16, generator=generator) < torch.randint(0, 3, (tiles, 1), generator=generator) / 2
+    seen[-1, 11:] = False  # the last tile has 11 keys
+    hidden = ~seen.any(1, keepdim=True).expand(-1, 16).flatten()[:-5]
+    mask = seen.flatten()[:-5]
+    attn_mask = mask if kind == "bool" else torch.zeros(len(mask)).masked_fill(~mask, -math.inf)
+    call = simple_call(1, 1, 1, len(mask), 16, dtype=HALF, device="cpu", attn_mask=attn_mask[None, None, None])
+    key, value = (tensor.masked_fill(hidden[:, None], math.nan) for tensor in (call.key, call.value))
+    for num_splits in (1, 2):
+        out = torch.full_like(call.query, math.nan)
+        kv_cache.decode(call.query, key, value, out, None, call.softmax_scale, DecodeOptions(num_splits=num_splits),
+                        call.attn_mask)  # fmt: skip
+        check({"out": out}, expect(call), None, f"{tiles} tiles, {num_splits} splits")
+
+
 @pytest.mark.parametrize("by_launch", [False, True])
 @pytest.mark.parametrize(("num_splits", "group"), [(2, 1), (40, 1), (65, 1), (2, 16), (17, 16)])
 def test_numbers_of_splits(monkeypatch, num_splits, group, by_launch):
