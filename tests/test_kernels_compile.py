@@ -416,6 +416,19 @@ DECODING = {
     "float32": {"dtype": torch.float32},
     "bool mask": {"mask": ((1, 1, 1, 8192), torch.bool)},
     "float mask": {"mask": ((1, 32, 4, 8192), torch.bfloat16), "queries": 4},
+    "float32 mask, many rows": {
+        "mask": ((1, 32, 16, 8192), torch.float32),
+        "queries": 16,
+        "kv_heads": 4,
+        "head_dim": 80,
+    },
+    "float32, many rows": {
+        "mask": ((1, 1, 16, 8192), torch.bool),
+        "queries": 16,
+        "kv_heads": 4,
+        "head_dim": 256,
+        "dtype": torch.float32,
+    },
     "lengths": {
         "seqused_k": integers(1),
         "leftpad_k": integers(1),
@@ -434,11 +447,11 @@ MERGED_BY_LAST = {"lengths", "sinks"}  # the other split ones: by a launch of it
 
 
 def some_decoding() -> list[Any]:
-    """Every kind for sm_90, each other target with some of them, every head_dim and element size included."""
+    """Every kind for sm_90, each other target with some, with every head_dim and size and what needs most memory."""
     found = [("sm_90", name) for name in DECODING]
     for number, target in enumerate(name for name in TARGETS if name != "sm_90"):
         found += [(target, name) for index, name in enumerate(DECODING) if (index + number) % 8 == 0 or
-                  name == ("256 columns", "float32")[number % 2]]  # fmt: skip
+                  name == ("256 columns", "float32")[number % 2] or "many rows" in name]  # fmt: skip
     return found
 
 

@@ -198,7 +198,10 @@ class DecodePlan:
         factor = (scale > 0) - (scale < 0)
         pairs = call.batch * call.kv_heads
         planned_pairs = planned_batch(call.batch) * call.kv_heads
-        tiles = decode_tiles(call.family, call.dtype.itemsize, block_d, rows)
+        same_for_queries = call.mask_strides[2] == 0 or call.seqlen_q == 1
+        mask_per_key = same_for_queries and (call.mask_strides[1] == 0 or group == 1)
+        wide_mask = call.mask_kind == MASK_FLOAT.value and not mask_per_key
+        tiles = decode_tiles(call.family, call.dtype.itemsize, block_d, rows, wide_mask)
         # Whether a tile lies in one page or in several does not matter: 64 keys of pages of 64 were slower (0.84 of the
         # contiguous speed in a batch of 64) than 128 of pages of 16 (0.92), each row with a page number of its own.
         # In steps of 16, so that a growing cache asks anew for every sixteenth length only.
@@ -255,8 +258,6 @@ class DecodePlan:
             "scale": ("fp32", kernel_scale),
             "softcap": ("fp32", options.softcap),
         }
-        same_for_queries = call.mask_strides[2] == 0 or call.seqlen_q == 1
-        mask_per_key = same_for_queries and (call.mask_strides[1] == 0 or group == 1)
         constants = {
             "HEAD_DIM": query.size(3),
             "HEAD_DIM_V": value.size(3),

@@ -4,7 +4,7 @@ May import nothing of the project. Used by ``attention.py``; ``benchmarks/tune_t
 which the sm_90 rows were picked. Families that nobody has measured have tiles that fit their shared memory.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -335,39 +335,48 @@ _DECODE_SM_90 = {
     },
 }
 
-# {family: {bytes per element: {largest head_dim, padded: (keys, warps, stages, programs for each multiprocessor)}}}, of
-# the decoding kernel on GPUs that nobody has measured, and of float32. What decides is how many bytes are on their way:
-# (stages - 1) tiles of keys and values for each program.
+# {family: {bytes per element: {largest head_dim, padded: (keys, warps, stages, programs for each multiprocessor, most
+# rows)}}}, of the decoding kernel on GPUs that nobody has measured, and of float32. What decides is how many bytes are
+# on their way: (stages - 1) tiles of keys and values for each program. Rows of float32 take much shared memory.
 _DECODE: dict[str, dict[int, dict[int, Any]]] = {
     "sm_90": {
         2: _DECODE_SM_90,
-        4: {64: (64, 4, 3, 2), 128: (32, 4, 3, 2), 256: (32, 4, 2, 1)},
+        4: {64: (64, 4, 3, 2, 64), 128: (32, 4, 3, 2, 64), 256: (32, 4, 2, 1, 32)},
     },
     "sm_80": {
-        2: {64: (64, 4, 3, 2), 128: (64, 4, 2, 2), 256: (32, 4, 2, 2)},
-        4: {64: (32, 4, 3, 2), 128: (32, 4, 2, 2), 256: (16, 4, 2, 2)},
+        2: {64: (64, 4, 3, 2, 64), 128: (64, 4, 2, 2, 64), 256: (32, 4, 2, 2, 64)},
+        4: {64: (32, 4, 3, 2, 64), 128: (32, 4, 2, 2, 64), 256: (16, 4, 2, 2, 32)},
     },
     "sm_86": {
-        2: {64: (64, 4, 3, 1), 128: (32, 4, 3, 1), 256: (32, 4, 2, 1)},
-        4: {64: (32, 4, 3, 1), 128: (32, 4, 2, 1), 256: (16, 4, 2, 1)},
+        2: {64: (64, 4, 3, 1, 64), 128: (32, 4, 3, 1, 64), 256: (32, 4, 2, 1, 64)},
+        4: {64: (32, 4, 3, 1, 64), 128: (32, 4, 2, 1, 32), 256: (16, 4, 2, 1, 16)},
     },
     "gfx942": {
-        2: {64: (64, 4, 2, 2), 128: (32, 4, 2, 2), 256: (32, 4, 1, 1)},
-        4: {64: (32, 4, 2, 2), 128: (16, 4, 2, 2), 256: (16, 4, 1, 1)},
+        2: {64: (64, 4, 2, 2, 64), 128: (32, 4, 2, 2, 64), 256: (32, 4, 1, 1, 64)},
+        4: {64: (32, 4, 2, 2, 64), 128: (16, 4, 2, 2, 64), 256: (16, 4, 1, 1, 64)},
     },
 }
 
-def decode_tiles(family_name: str, itemsize: int, head_dim_padded: int, rows: int) -> tuple[DecodeTile, ...]:
+def _beside_wide_mask(tile: DecodeTile) -> DecodeTile:
+    """With half of the keys, where tiles of float32 masks, 32 KB each, would leave too little shared memory."""
+    return replace(tile, block_n=tile.block_n // 2) if tile.block_m * tile.block_n > 4096 else tile
+
+
+def decode_tiles(
+    family_name: str, itemsize: int, head_dim_padded: int, rows: int, wide_mask: bool = False
+) -> tuple[DecodeTile, ...]:
     """Tiles of the decoding kernel among which to choose, for so many rows that share keys (query heads times queries).
 
-    head_dim_padded: the larger of head_dim and head_dim_v, padded to a power of two.
+    head_dim_padded: the larger of head_dim and head_dim_v, padded to a power of two. wide_mask: with a float mask that
+    differs from row to row, which is copied beside keys and values.
     """
     for largest, entry in _DECODE[family_name][itemsize].items():
         if head_dim_padded <= largest:
             if isinstance(entry, dict):
-                return next(tiles for most, tiles in entry.items() if rows <= most)
-            block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-            block_n, num_warps, num_stages, programs = entry
+                found = next(tiles for most, tiles in entry.items() if rows <= most)
+                return tuple(_beside_wide_mask(tile) for tile in found) if wide_mask else found
+            block_n, num_warps, num_stages, programs, most_rows = entry
+            block_m = min(most_rows, 16 if rows <= 16 else 32 if rows <= 32 else 64)
             num_warps *= 2 if block_m == 64 else 1  # four have no registers for as many rows
             return (DecodeTile(block_m, block_n, num_warps, num_stages, programs),)
     raise ValueError(f"no tile for decoding at head_dim {head_dim_padded} (largest: 256)")

@@ -28,7 +28,7 @@ HALF, SINGLE = torch.float16, torch.float32
 
 def small_tile(most_rows: int = 64):
     """In place of ``decode_tiles``: 16 keys, so that few keys are many tiles."""
-    return lambda *of_call: (DecodeTile(max(16, min(most_rows, decode_plan._power_of_two(of_call[-1]))), 16, 4, 2, 2),)
+    return lambda *of_call: (DecodeTile(max(16, min(most_rows, decode_plan._power_of_two(of_call[3]))), 16, 4, 2, 2),)
 
 
 @pytest.fixture(autouse=True)
