@@ -240,7 +240,7 @@ __device__ __forceinline__ void consume(const TensorMap& grad_key_map, const Ten
         wgmma_commit();
       };
       if (ends || (IS_CAUSAL && first_row + half * HALF_ROWS < first_key + 63)) {
-        // This thread's first key; its other one is 8 further.
+        // This thread's first key, the other one is 8 further: worked out where it is needed, to keep no register.
         const int thread_key = opaque(first_key) + threadIdx.x % 128 / 32 * 16 + lane / 4;
         mask_keys(scores, thread_key, first_row + half * HALF_ROWS, params.seqlen_k);
       }
@@ -347,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_backward(
     const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap grad_out_map,
     const __grid_constant__ TensorMap grad_key_map, const __grid_constant__ TensorMap grad_value_map,
     const __grid_constant__ BackwardParams params) {
-  const Shared shared(uniform(tile_memory()));
+  const Shared shared(uniform(tile_memory()));  // whose addresses then take no registers of a thread
   if (threadIdx.x == 0) {
     prefetch_maps(query_map, key_map, value_map, grad_out_map);
     take_ticket(shared.ticket, params);
