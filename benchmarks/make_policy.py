@@ -1,7 +1,8 @@
-"""Turns results of the benchmarks into a policy: which measured calls our kernels do faster.
+r"""Turns results of the benchmarks into a policy: which measured calls our kernels do faster.
 
     cd benchmarks/results
-    python -m benchmarks.make_policy nvidia_h200_{decode{,_masks},varlen,attention{,_again},special{,_masks,_halves,_short}}.json
+    python -m benchmarks.make_policy \
+        nvidia_h200_{decode{,_masks},varlen,attention{,_again},special{,_masks,_halves,_short}}.json
 
 Writes torch_flashbackend/policies/<gpu>.json, which policy.py reads. Its ratios are eager times, CPU and GPU together:
 what PyTorch's default takes, divided by what ours takes, for the forward without gradients and for forward plus
