@@ -150,6 +150,17 @@ def _add(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
 
 
 @triton.jit
+def _shown(pointers, inside, MASK: tl.constexpr):
+    """Which keys a row of the mask shows, and which of these without a bias, as ones and zeros."""
+    if MASK == MASK_BOOL:
+        found = (tl.load(pointers, mask=inside, other=0) != 0).to(tl.int32)
+        return found, found
+    else:
+        bias = tl.load(pointers, mask=inside, other=float("-inf"))
+        return (bias != float("-inf")).to(tl.int32), (bias == 0.0).to(tl.int32)
+
+
+@triton.jit
 def _seen_tiles(mask, tile, num_splits, first_row, num_rows, group_size, last_key, stride_mh, stride_mq, stride_mk,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr,
                 MASK_PER_KEY: tl.constexpr, MASK_PER_HEAD: tl.constexpr, MASK_UNIT_STRIDE: tl.constexpr):
@@ -162,13 +173,7 @@ def _seen_tiles(mask, tile, num_splits, first_row, num_rows, group_size, last_ke
     pointers = mask + (key_index if MASK_UNIT_STRIDE else key_index * stride_mk)
     inside = key_index < last_key
     if MASK_PER_KEY:
-        if MASK == MASK_BOOL:
-            found = (tl.load(pointers, mask=inside, other=0) != 0).to(tl.int32)
-            plain = found
-        else:
-            bias = tl.load(pointers, mask=inside, other=float("-inf"))
-            found = (bias != float("-inf")).to(tl.int32)
-            plain = (bias == 0.0).to(tl.int32)
+        found, plain = _shown(pointers, inside, MASK)
     else:
         found = tl.zeros([CHUNK, BLOCK_N], tl.int32)
         plain = tl.full([CHUNK, BLOCK_N], 1, tl.int32)
@@ -180,14 +185,9 @@ def _seen_tiles(mask, tile, num_splits, first_row, num_rows, group_size, last_ke
                 offset = (index // group_size).to(tl.int64) * stride_mq + index % group_size * stride_mh
             else:
                 offset = (first_row // group_size + row).to(tl.int64) * stride_mq
-            if MASK == MASK_BOOL:
-                seen = (tl.load(pointers + offset, mask=inside, other=0) != 0).to(tl.int32)
-                found = found | seen
-                plain = plain & seen
-            else:
-                bias = tl.load(pointers + offset, mask=inside, other=float("-inf"))
-                found = found | (bias != float("-inf")).to(tl.int32)
-                plain = plain & (bias == 0.0).to(tl.int32)
+            found_here, plain_here = _shown(pointers + offset, inside, MASK)
+            found = found | found_here
+            plain = plain & plain_here
     # Of each tile how many keys somebody and how many all see, in one sum; so too what there is of either kind: a sum
     # over threads takes as long as a key's way from memory.
     seen = tl.sum(found * 65536 + plain, 1)
