@@ -247,14 +247,14 @@ def _judge_case(problem: Problem, case: str, policy: Policy | None, backend: str
     if ratio >= REFUSED:
         message = f"stock refused the nearest measured call ({worst}, {case})"
         return Verdict(True, f"stock refuses: {case}", message, ratio)
+    # Below the margin it is to read so, however it is rounded.
+    shown = ratio if ratio >= MARGIN else min(ratio, MARGIN - 0.01)
+    message = f"{shown:.2f} times stock's speed measured at {worst} ({case}, {mode})"
     if ratio >= MARGIN:
-        message = f"{ratio:.2f} times stock's speed measured at {worst} ({case}, {mode})"
         if not symbolic and _work(problem) < SMALLEST_PART * min(row.work for row in rows):
             return _unmeasured(problem, case, f"{message}, and no call as small as this one", backend)
         return Verdict(True, f"measured faster: {case}", message, ratio)
-    # Cut off, not rounded: what is below the margin is to read so.
-    below = f"{math.floor(100 * ratio) / 100:.2f} times stock's speed measured at {worst} ({case}, {mode})"
-    return Verdict(False, "measured slower", f"{below}; {MARGIN} is asked", ratio)
+    return Verdict(False, "measured slower", f"{message}; {MARGIN} is asked", ratio)
 
 
 def _comparable(problem: Problem, case: str, policy: Policy, training: bool, symbolic: bool, backend: str) -> list[Row]:
