@@ -28,6 +28,7 @@ import contextlib
 import dataclasses
 import math
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 
@@ -62,6 +63,27 @@ def forget_plans() -> None:
     for kept in (attention._plans, forward._plans, backward._plans, ops._backwards):
         kept.clear()
     decisions.forget()
+
+
+def in_threads(work: Callable[[int], None], number: int) -> None:
+    """work(index) in so many fresh threads, which begin at once; when all have ended the first error is raised here."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(number)
+
+    def guarded(index: int) -> None:
+        try:
+            barrier.wait(60)
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import torch_flashbackend
 from torch_flashbackend import _torch, cache_tag, decisions, kernel_hook, ops, override, reference, routing, stats
 from torch_flashbackend.kernels import KernelUnavailable
 
-from common import deterministic_mode
+from common import deterministic_mode, in_threads
 
 sdpa = F.scaled_dot_product_attention
 
@@ -231,11 +231,7 @@ def test_calls_in_many_threads_share_the_hook():
             results[i] = sdpa(query * i, key[..., :8, :], value[..., :8, :])
 
     with hooked(), counting() as count:
-        threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(call, 4)
         assert count("triton") > 0
     for i in range(4):
         torch.testing.assert_close(results[i], expected[i])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from torch_flashbackend import ops, reference
 
-from common import Call, check, expect, gradient_for, results_of
+from common import Call, check, expect, gradient_for, in_threads, results_of
 
 TURNS = 4
 # Of queries and of keys.
@@ -46,26 +45,18 @@ def check_threads(
     """Threads that run these calls in turn, forward and backward: so many on one stream, the others on their own."""
     gradients = [gradient_for(call) for call in calls]
     expected = [expect(call, grad_out) for call, grad_out in zip(calls, gradients)]
-    shared, results, failures = torch.cuda.Stream(), [], []
+    shared, results = torch.cuda.Stream(), []
     torch.cuda.synchronize()
 
     def work(thread):
-        try:
-            stream = shared if thread < on_one_stream else torch.cuda.Stream()
-            with plugin.sdpa_backend(backend), torch.cuda.stream(stream):
-                for turn in range(turns):
-                    number = (thread + turn) % len(calls)
-                    results.append((number, results_of(calls[number], gradients[number])))
-                torch.cuda.current_stream().synchronize()
-        except BaseException as error:  # reported by the test's own thread
-            failures.append(error)
+        stream = shared if thread < on_one_stream else torch.cuda.Stream()
+        with plugin.sdpa_backend(backend), torch.cuda.stream(stream):
+            for turn in range(turns):
+                number = (thread + turn) % len(calls)
+                results.append((number, results_of(calls[number], gradients[number])))
+            torch.cuda.current_stream().synchronize()
 
-    started = [threading.Thread(target=work, args=(thread,)) for thread in range(threads)]
-    for thread in started:
-        thread.start()
-    for thread in started:
-        thread.join()
-    assert not failures, failures[0]
+    in_threads(work, threads)
     assert len(results) == threads * turns
     for number, found in results:
         note(check(found, expected[number], None, "training"))

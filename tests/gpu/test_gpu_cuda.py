@@ -20,6 +20,7 @@ from common import (
     expect,
     expect_logsumexp,
     gradient_for,
+    in_threads,
     results_of,
     simple_call,
     some_rows,
@@ -378,23 +379,14 @@ def test_threads_with_streams_of_their_own(plugin):
     with plugin.sdpa_backend("cuda"):
         expected = [call.run() for call in calls]
     torch.cuda.synchronize()
-    failures = []
 
     def work(index):
-        try:
-            with plugin.sdpa_backend("cuda"), torch.cuda.stream(torch.cuda.Stream()):
-                for turn in range(50):
-                    number = (index + turn) % len(calls)
-                    assert torch.equal(calls[number].run(), expected[number]), (index, turn)
-        except BaseException as error:  # reported by the test's own thread
-            failures.append(error)
+        with plugin.sdpa_backend("cuda"), torch.cuda.stream(torch.cuda.Stream()):
+            for turn in range(50):
+                number = (index + turn) % len(calls)
+                assert torch.equal(calls[number].run(), expected[number]), (index, turn)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
+    in_threads(work, 8)
 
 
 def test_thread_whose_first_cuda_call_is_a_launch(plugin):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import check, expect, gradient_for, results_of, simple_call
+from common import check, expect, gradient_for, in_threads, results_of, simple_call
 
 pytestmark = [
     pytest.mark.cuda_only,
@@ -24,26 +24,6 @@ def kernels(request):
     if request.param == "cuda" and any(torch.cuda.get_device_capability(device) != (9, 0) for device in DEVICES):
         pytest.skip("needs Hopper GPUs (compute capability 9.0)")
     return request.param
-
-
-def in_threads(work):
-    """work(index) in THREADS fresh threads at once; the first error is raised here."""
-    errors, barrier = [], threading.Barrier(THREADS)
-
-    def guarded(index):
-        try:
-            barrier.wait(60)
-            work(index)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def test_forward_and_backward_from_threads(plugin, launched, note, kernels):
@@ -67,7 +47,7 @@ def test_forward_and_backward_from_threads(plugin, launched, note, kernels):
                     assert torch.cuda.current_device() == 0
 
     with torch.cuda.device(0), launched():
-        in_threads(work)
+        in_threads(work, THREADS)
         assert torch.cuda.current_device() == 0
     assert len(found) == 6 * THREADS
     for device, length, results in found:
@@ -88,7 +68,7 @@ def test_the_first_thing_that_a_thread_does(plugin, launched, kernels):
         current[index] = torch.cuda.current_device()
 
     with torch.cuda.device(0), launched():
-        in_threads(work)
+        in_threads(work, THREADS)
     assert set(current.values()) == {0}
     with torch.cuda.device(1), plugin.sdpa_backend(kernels):
         for index, call in enumerate(calls):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from test_modules import FORMS, HEADS, KEYS, MASKS, WIDTH
 from torch import nn
+
+from common import in_threads
 
 pytestmark = pytest.mark.cuda_only
 
@@ -147,11 +148,7 @@ def test_streams_and_threads(plugin, launched, take_everything):
                 if not torch.equal(out, expected[index]):
                     wrong.append(index)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, len(calls))
     assert not wrong
 
 

@@ -11,7 +11,16 @@ import torch.nn.functional as F
 
 from torch_flashbackend import _torch
 
-from common import attention_float64, check, deterministic_mode, expect, gradient_for, results_of, simple_call
+from common import (
+    attention_float64,
+    check,
+    deterministic_mode,
+    expect,
+    gradient_for,
+    in_threads,
+    results_of,
+    simple_call,
+)
 
 KINDS = ("dense", "causal", "bool", "bias_grad", "broadcast_bias_grad", "gqa", "float32", "value_dim", "dropout")
 
@@ -118,27 +127,16 @@ def test_a_device_that_is_not_the_current_one(plugin, launched, note, backend):
 
 
 def test_many_threads_at_once(plugin, backend, device):
-    import threading
-
     call = simple_call(1, 2, 128, head_dim=64, device=device)
     expected = attention_float64(call)
-    errors = []
 
-    def work(index):
-        try:
-            with plugin.sdpa_backend(backend):
-                mine = dataclasses.replace(call, scale=None)
-                for _ in range(20):
-                    assert (mine.run().double() - expected).abs().max() < 0.03
-        except BaseException as error:  # reported by the test's own thread
-            errors.append(error)
+    def work(_):
+        with plugin.sdpa_backend(backend):
+            mine = dataclasses.replace(call, scale=None)
+            for _ in range(20):
+                assert (mine.run().double() - expected).abs().max() < 0.03
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(work, 8)
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
