@@ -145,7 +145,7 @@ def make_inputs(
     key = normal(case.kv_heads, case.seqlen_k, case.head_dim)
     value = normal(case.kv_heads, case.seqlen_k, case.head_dim_v)
     grad_out = normal(case.heads, case.seqlen_q, case.head_dim_v)
-    mask = _make_mask(case, device, generator)
+    mask = make_mask(case, device, generator)
     for tensor in (query, key, value):
         tensor.requires_grad_(training)
     if mask is not None and case.mask == "bias_grad":
@@ -153,7 +153,8 @@ def make_inputs(
     return Inputs(query, key, value, mask, grad_out)
 
 
-def _make_mask(case: Case, device: torch.device | str, generator: torch.Generator) -> Tensor | None:
+def make_mask(case: Case, device: torch.device | str, generator: torch.Generator) -> Tensor | None:
+    """The case's mask, if it has one."""
     if case.mask is None:
         return None
     rows = torch.arange(case.seqlen_q, device=device)[:, None]

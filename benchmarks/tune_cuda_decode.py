@@ -41,9 +41,19 @@ def chosen_cases(only: str) -> list[cases.Case]:
         (8, 8, 1, 131072, 128), (8, 8, 1, 8192, 64), (1, 8, 1, 1024, 64), (1, 8, 1, 1024, 256), (8, 8, 8, 8192, 128),
         (64, 8, 8, 1024, 128), (8, 1, 1, 8192, 128), (64, 32, 1, 1024, 128), (1, 8, 1, 131072, 256),
     ]  # fmt: skip
+    masked = [  # batch, key heads, keys, head_dim, mask
+        (1, 8, 8192, 128, "static_cache"), (1, 32, 4159, 128, "full_cache"), (8, 32, 4159, 128, "full_cache"),
+        (1, 8, 4159, 128, "full_cache"), (8, 8, 4159, 128, "full_cache"), (2, 8, 4159, 128, "full_cache"),
+        (4, 8, 4159, 128, "full_cache"), (4, 32, 4159, 128, "full_cache"), (8, 8, 8192, 128, "static_cache"),
+        (64, 8, 8192, 128, "static_cache"), (1, 8, 1055, 128, "full_cache"), (8, 8, 1055, 128, "full_cache"),
+        (64, 8, 1055, 128, "full_cache"), (1, 8, 4159, 64, "full_cache"), (1, 32, 4159, 64, "full_cache"),
+        (8, 32, 4159, 64, "full_cache"), (1, 8, 4159, 256, "full_cache"), (1, 1, 4159, 128, "full_cache"),
+        (8, 1, 4159, 128, "full_cache"), (8, 8, 8192, 128, "padding"),
+    ]  # fmt: skip
     found = [
-        cases.Case("decode", batch, 32, queries, keys, head_dim, kv_heads=kv_heads, training=False)
-        for batch, kv_heads, queries, keys, head_dim in wanted
+        cases.Case("decode", batch, 32, queries, keys, head_dim, kv_heads=kv_heads, mask=mask, training=False)
+        for batch, kv_heads, queries, keys, head_dim, mask in [(*case, None) for case in wanted]
+        + [(*case[:2], 1, *case[2:]) for case in masked]
     ]
     return [case for case in found if case.bytes <= LARGEST_CALL and any(t in case.label for t in only.split(","))]
 
@@ -51,7 +61,10 @@ def chosen_cases(only: str) -> list[cases.Case]:
 def rule(case: cases.Case) -> Chosen:
     """What the rules choose."""
     rows, units = case.heads // case.kv_heads * case.seqlen_q, case.batch * case.kv_heads
-    return specialise(case.head_dim, case.head_dim, torch.bfloat16, units=units, rows=rows, seqlen_k=case.seqlen_k)
+    return specialise(
+        case.head_dim, case.head_dim, torch.bfloat16, units=units, rows=rows, seqlen_k=case.seqlen_k,
+        is_masked=case.mask is not None,
+    )  # fmt: skip
 
 
 def variants_of(case: cases.Case) -> list[Chosen]:
@@ -83,23 +96,24 @@ def measure(case: cases.Case, variants: list[Chosen], buffer: torch.Tensor, roun
     """A row of JSON."""
     sets = sets_of(case, buffer)
     grouped = case.kv_heads != case.heads
+    mask = cases.make_mask(case, buffer.device, torch.Generator(buffer.device).manual_seed(0))
     out = torch.empty_like(sets[0][0])
     pool = torch.cuda.graph_pool_handle()
-    sdpa = [lambda s=s: F.scaled_dot_product_attention(*s, enable_gqa=grouped) for s in sets]
+    sdpa = [lambda s=s: F.scaled_dot_product_attention(*s, mask, enable_gqa=grouped) for s in sets]
     with contenders.stock(None)():
-        expected = F.scaled_dot_product_attention(*sets[-1], enable_gqa=grouped).float()  # what a replay leaves
+        expected = F.scaled_dot_product_attention(*sets[-1], mask, enable_gqa=grouped).float()  # what a replay leaves
     recorded = {"default": Recorded(sdpa, pool, contenders.stock(None))}
     recorded["triton"] = Recorded(sdpa, pool, lambda: selection.sdpa_backend("triton"))
     failed, facts = {}, {}
     for variant in variants:
         name = name_of(variant)
         try:
-            plan = DecodePlan(*sets[0], out, case.head_dim**-0.5, variant)
+            plan = DecodePlan(*sets[0], out, case.head_dim**-0.5, mask, variant)
             if plan.chosen != variant:
                 failed[name] = "no room for such a cluster"
                 continue
             out.fill_(math.nan)
-            item = Recorded([lambda s=s, plan=plan: plan(*s, out, None) for s in sets], pool)
+            item = Recorded([lambda s=s, plan=plan: plan(*s, out, None, mask) for s in sets], pool)
             item.run()
             if not torch.allclose(out.float(), expected, atol=TOLERANCE, rtol=TOLERANCE):
                 failed[name] = f"differs by {(out.float() - expected).abs().max().item()}"

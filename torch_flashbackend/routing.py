@@ -181,7 +181,7 @@ def _is_step(problem: Problem) -> bool:
 
 def _has_decoding_kernel(problem: Problem) -> bool:
     """Of the cuda backend; as ``kernels/cuda/forward.py`` asks. With a symbolic size nobody knows: no."""
-    if problem.mask is not None or problem.dropout_p or problem.symbolic or problem.rank != 4:
+    if problem.dropout_p or problem.symbolic or problem.rank != 4:
         return False
     if max(problem.head_dim, problem.head_dim_v) > HOPPER_MAX_DECODE_HEAD_DIM:
         return False
@@ -190,8 +190,13 @@ def _has_decoding_kernel(problem: Problem) -> bool:
     batch, heads = problem.query_shape[:2]
     expanded = problem.key_stride[1] == 0 and problem.value_stride[1] == 0
     kv_heads = 1 if expanded else problem.key_shape[1]
+    mask = None
+    if problem.mask is not None:
+        missing = 4 - len(problem.mask.shape)
+        shape, strides = (1,) * missing + problem.mask.shape, (0,) * missing + problem.mask.stride
+        mask = decode.MaskLayout(problem.mask.dtype, shape, strides)
     return decode.takes(
-        batch, kv_heads, problem.seqlen_q, problem.seqlen_k, heads // max(kv_heads, 1), problem.is_causal
+        batch, kv_heads, problem.seqlen_q, problem.seqlen_k, heads // max(kv_heads, 1), problem.is_causal, mask
     )
 
 

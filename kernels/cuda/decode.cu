@@ -9,6 +9,10 @@
 //   the block's warps:   their results, weighted, into one: each of these numbers is sent to the block that owns it
 //   each block:          adds up what it owns when all of it has arrived, divides by the row's sum and writes it
 //
+// A mask of bools, one row for all queries of a key head: each loading warp looks at 2048 keys of it at a time, and
+// loads the tiles of which any is shown; blocks take turns at tiles, so that all have as much to do where a cache is
+// filled in part. Which keys of a tile are shown the consumers find beside it, as bits.
+//
 // So nothing but queries, keys, values and outputs touches memory, each once, and the order of all sums is fixed. Dao
 // et al., "Flash-Decoding" (2023); rows that share keys share a tile as in Ainslie et al., "GQA" (2023).
 //
@@ -18,9 +22,10 @@
 // Registers: HEAD_DIM / 4 for the query, HEAD_DIM_V / 2 for the output, KEYS / 2 for the scores.
 //
 // Defined by the host (decode.py): HEAD_DIM, HEAD_DIM_V (multiples of 16), ROW_TILES, KEY_WARPS, BLOCK_N, K_STAGES,
-// V_STAGES, BLOCKS (that share a multiprocessor), IS_BF16.
+// V_STAGES, BLOCKS (that share a multiprocessor), MASKED, IS_BF16.
 #include "barrier.cuh"
 #include "cluster.cuh"
+#include "mask.cuh"
 #include "registers.cuh"
 #include "tma.cuh"
 
@@ -36,6 +41,8 @@ struct DecodeParams {
   int splits;                // blocks of a cluster, which share the keys of a batch's key head
   int tiles_each, more;      // key tiles of each block, and how many, the first ones, have one more
   float softmax_scale_log2;  // positive
+  const uint8_t* mask;       // with MASKED: bytes, 0 hides; a row of seqlen_k that follow each other
+  int64_t mask_stride_batch, mask_stride_kv_head;
 };
 
 constexpr int ROWS = 16 * ROW_TILES;
@@ -50,24 +57,26 @@ constexpr int BOX_BYTES = BLOCK_N * BOX_ROW_BYTES;
 // A warp's result in shared memory, float32: the 8 more than a row's columns spread rows over the banks.
 constexpr int PARTIAL_PITCH = 4 * (HEAD_DIM_V + 8);
 constexpr int PARTIAL_BYTES = ROWS * PARTIAL_PITCH;
-constexpr int FOURS = HEAD_DIM_V / 4;  // of a row's output: the pieces that are merged
+constexpr int FOURS = HEAD_DIM_V / 4;                 // of a row's output: the pieces that are merged
+constexpr int BITS_BYTES = MASKED ? BLOCK_N / 8 : 0;  // of a tile
 constexpr int NAMED_BARRIER = 1;
 // A shift rises only with a score that is so far above it, in base 2: probabilities stay exact in float16, and the
 // output is seldom rescaled.
 constexpr float LARGEST_RISE = 8.0f;
-static_assert(KEYS % 16 == 0);
+static_assert(KEYS == 16 || KEYS == 32);
 static_assert(KEY_WARPS * PARTIAL_BYTES <= K_STAGES * K_BYTES + V_STAGES * V_BYTES);
 
 // Byte addresses in shared memory. Statistics are pairs of float32: a row's shift and its sum.
 struct Shared {
-  uint32_t key, value, received, received_statistics, warp_statistics, barriers;
+  uint32_t key, value, received, received_statistics, warp_statistics, bits, barriers;
   __device__ explicit Shared(uint32_t base)
       : key(base),
         value(key + K_STAGES * K_BYTES),
         received(value + V_STAGES * V_BYTES),
         received_statistics(received + (ROWS * FOURS + MOST_SPLITS) * 16),
         warp_statistics(received_statistics + MOST_SPLITS * ROWS * 8),
-        barriers(warp_statistics + KEY_WARPS * ROWS * 8) {}
+        bits(warp_statistics + KEY_WARPS * ROWS * 8),
+        barriers(bits + K_STAGES * BITS_BYTES) {}
   __device__ uint32_t k_full(int stage) const { return barriers + 8 * stage; }
   __device__ uint32_t k_empty(int stage) const { return barriers + 8 * (K_STAGES + stage); }
   __device__ uint32_t v_full(int stage) const { return barriers + 8 * (2 * K_STAGES + stage); }
@@ -109,6 +118,156 @@ __device__ __forceinline__ void produce(const TensorMap& map, uint32_t tiles, Fu
     ring.advance();
   }
 }
+
+// Which part of the work a consumer warp has: 16 rows from `first_row` on, KEYS keys of each tile from `first_key` on.
+struct Part {
+  int first_row, key_warp, first_key, lane;
+  __device__ explicit Part(int warp)
+      : first_row(16 * (warp % ROW_TILES)),
+        key_warp(warp / ROW_TILES),
+        first_key(warp / ROW_TILES * KEYS),
+        lane(threadIdx.x % 32) {}
+  // The thread's rows are this one and the one 8 below.
+  __device__ int row() const { return first_row + lane / 4; }
+  __device__ int column() const { return 2 * (lane % 4); }
+};
+
+#if MASKED
+constexpr int PIECE = 16;                // keys of the mask that a lane reads at once, and bytes
+constexpr int PIECES = BLOCK_N / PIECE;  // of a tile
+
+// A row of the mask. Its address may be any; pieces are read from multiples of 16 bytes, two where it is none.
+struct MaskRow {
+  const uint8_t* row;
+  int seqlen_k;
+  int past;  // how far the row begins past such a multiple
+
+  __device__ MaskRow(const DecodeParams& params, int kv_head, int batch)
+      : row(params.mask + batch * params.mask_stride_batch + kv_head * params.mask_stride_kv_head),
+        seqlen_k(params.seqlen_k),
+        past((int)((uint64_t)row % PIECE)) {}
+
+  // What has been read of 16 keys: they begin `past` bytes into `low`, and go on in `high`.
+  struct Read {
+    uint4 low, high;
+    int past;
+  };
+  // The keys from `key` on, a multiple of 16; zeros behind the last. Behind the row, which may be the memory's last,
+  // nothing is read; what lies before its begin belongs to the same piece of memory.
+  __device__ __forceinline__ Read read(int key) const {
+    Read found = {};
+    if (key >= seqlen_k) return found;
+    if (key + (past ? 2 * PIECE - past : PIECE) <= seqlen_k) {
+      found.low = load_piece(row + key - past);
+      if (past) found.high = load_piece(row + key - past + PIECE);
+      found.past = past;
+      return found;
+    }
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i)
+      if (key + i < seqlen_k) words[i / 4] |= load_byte(row + key + i) << 8 * (i % 4);
+    found.low = {words[0], words[1], words[2], words[3]};
+    return found;
+  }
+  static __device__ __forceinline__ uint32_t load_byte(const uint8_t* address) {
+    uint32_t byte;
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(byte) : "l"(address));
+    return byte;
+  }
+  static __device__ __forceinline__ uint4 load_piece(const uint8_t* address) {
+    uint4 piece;
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
+                 : "l"(address));
+    return piece;
+  }
+
+  static __device__ __forceinline__ void write_bits(uint32_t address, uint32_t bits) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((unsigned short)bits) : "memory");
+  }
+
+  // Which bytes are not 0, as bits.
+  static __device__ __forceinline__ uint32_t bits_of(uint32_t word) {
+    return (nonzero_bytes(word) >> 7) * 0x10204080 >> 28;
+  }
+  static __device__ __forceinline__ uint32_t bits_of(const uint4& piece) {
+    return bits_of(piece.x) | bits_of(piece.y) << 4 | bits_of(piece.z) << 8 | bits_of(piece.w) << 12;
+  }
+  static __device__ __forceinline__ uint32_t bits_of(const Read& read) {
+    return (bits_of(read.low) | bits_of(read.high) << PIECE) >> read.past & 0xFFFF;
+  }
+};
+
+// By a warp: of tiles first, first + step and so on up to last - 1 those that the mask does not hide. With `bits`,
+// where those of each stage lie, the keys of a tile that it shows go with it; a tile of which it shows none is the end.
+template <int COLUMNS, int STAGES, typename Full, typename Empty>
+__device__ __forceinline__ void produce_shown(const TensorMap& map, uint32_t tiles, Full full, Empty empty,
+                                              const MaskRow& mask, uint32_t bits, int first, int step, int last,
+                                              int kv_head, int batch) {
+  constexpr int BYTES = BLOCK_N * round_up(COLUMNS, BOX_COLUMNS) * 2;
+  constexpr int GROUPS = 4, GROUP_TILES = 32 / PIECES;  // a look is at so many groups, of one piece for each lane
+  const int lane = threadIdx.x % 32, own_tile = lane / PIECES;
+  Ring<STAGES> ring;
+  const auto hand_over = [&](uint32_t shown, bool own) {
+    barrier_wait(empty(ring.stage), ring.phase ^ 1);
+    if (!bits) return;
+    if (own) MaskRow::write_bits(bits + ring.stage * BITS_BYTES + lane % PIECES * 2, shown);
+    __syncwarp();
+    if (EVERY_LANE_ARRIVES && lane > 0) barrier_arrive(full(ring.stage));
+  };
+#pragma unroll 1
+  for (int tile = first; tile < last; tile += GROUPS * GROUP_TILES * step) {
+    MaskRow::Read read[GROUPS];
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group)
+      read[group] = mask.read((tile + (group * GROUP_TILES + own_tile) * step) * BLOCK_N + lane % PIECES * PIECE);
+    uint32_t shown[GROUPS];
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) shown[group] = MaskRow::bits_of(read[group]);
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+      uint32_t seen = __ballot_sync(0xFFFFFFFF, shown[group] != 0);
+#pragma unroll 1
+      while (seen) {
+        const int number = (__ffs(seen) - 1) / PIECES;
+        seen &= ~(((1u << PIECES) - 1) << number * PIECES);
+        hand_over(shown[group], own_tile == number);
+        if (lane == 0)
+          load_rows<BLOCK_N, COLUMNS>(map, tiles + ring.stage * BYTES, full(ring.stage),
+                                      (tile + (group * GROUP_TILES + number) * step) * BLOCK_N, kv_head, batch);
+        ring.advance();
+      }
+    }
+  }
+  if (!bits) return;
+  hand_over(0, lane < PIECES);
+  if (lane == 0) barrier_arrive(full(ring.stage));
+}
+
+// Which of a tile's keys a warp may see, of its own: a bit for each. `any`: is there one that some warp may?
+struct Shown {
+  uint32_t own;
+  bool any;
+  __device__ __forceinline__ Shown(uint32_t bits, const Part& part) {
+    uint32_t all = 0;
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 32; ++i) {
+      const uint32_t word = read_word(bits + 4 * i);
+      all |= word;
+      if (part.first_key / 32 == i) own = KEYS == 32 ? word : word >> part.first_key % 32 & 0xFFFF;
+    }
+    any = all;
+  }
+  __device__ __forceinline__ void hide(float (&scores)[KEYS / 2], const Part& part) const {
+    if (own == 0xFFFFFFFF >> (32 - KEYS)) return;
+    const uint32_t of_thread = own >> part.column();
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i)
+      if (!(of_thread >> (i / 4 * 8 + i % 2) & 1)) scores[i] = -INFINITY_F;
+  }
+};
+#endif
 
 // One row's (shift, sum) of `count` partial results, of which statistics(i) gives each, and their weights. All are
 // loaded before any is used, since each load takes a while: those that are not there as the first, and then ignored.
@@ -157,7 +316,7 @@ struct Rows {
   // Writes four of a row's outputs.
   __device__ void write(int row, int column, const float4& x, float sum) const {
     if (column >= params.head_dim_v) return;
-    const float inverse = 1.0f / sum;
+    const float inverse = MASKED && sum == 0.0f ? 0.0f : 1.0f / sum;
     uint8_t* address = params.out + 2 * (batch * params.out_stride_batch + head(row) * params.out_stride_head +
                                          query(row) * params.out_stride_row + column);
     asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(pack(x.x * inverse, x.y * inverse)),
@@ -170,19 +329,6 @@ struct Rows {
     params.logsumexp[(batch * heads + head(row)) * params.seqlen_q + query(row)] =
         0.6931471805599453f * (finite(statistics.x) + log2f(statistics.y));
   }
-};
-
-// Which part of the work a consumer warp has: 16 rows from `first_row` on, KEYS keys of each tile from `first_key` on.
-struct Part {
-  int first_row, key_warp, first_key, lane;
-  __device__ explicit Part(int warp)
-      : first_row(16 * (warp % ROW_TILES)),
-        key_warp(warp / ROW_TILES),
-        first_key(warp / ROW_TILES * KEYS),
-        lane(threadIdx.x % 32) {}
-  // The thread's rows are this one and the one 8 below.
-  __device__ int row() const { return first_row + lane / 4; }
-  __device__ int column() const { return 2 * (lane % 4); }
 };
 
 // The query as the left operand of mma, 16 columns for each of the first index; rows and columns not there are zeros.
@@ -278,7 +424,8 @@ struct Softmax {
   }
 };
 
-// The loop of one consumer warp over tiles first to last - 1; leaves its result where the rings were.
+// The loop of one consumer warp over tiles first to last - 1, with MASKED over those that are handed over; leaves its
+// result where the rings were.
 __device__ __forceinline__ void consume(const Rows& rows, const Shared& shared, const Part& part, int first, int last) {
   const DecodeParams& params = rows.params;
   uint32_t query[HEAD_DIM / 16][4];
@@ -288,18 +435,26 @@ __device__ __forceinline__ void consume(const Rows& rows, const Shared& shared, 
   Ring<K_STAGES> k;
   Ring<V_STAGES> v;
 #pragma unroll 1
-  for (int tile = first; tile < last; ++tile) {
+  for (int tile = first; MASKED || tile < last; ++tile) {
     float scores[KEYS / 2];
     barrier_wait(shared.k_full(k.stage), k.phase);
+#if MASKED
+    const Shown shown(shared.bits + k.stage * BITS_BYTES, part);
+    if (!shown.any) break;
+#endif
     multiply_keys(scores, query, shared.key + k.stage * K_BYTES, part);
     warp_arrive_together(shared.k_empty(k.stage));
     k.advance();
+#if MASKED
+    shown.hide(scores, part);
+#else
     if ((tile + 1) * BLOCK_N > params.seqlen_k) {
       const int left = params.seqlen_k - tile * BLOCK_N - part.first_key - part.column();
 #pragma unroll
       for (int i = 0; i < KEYS / 2; ++i)
         if (i / 4 * 8 + i % 2 >= left) scores[i] = -INFINITY_F;
     }
+#endif
     softmax.update(scores, out, params.softmax_scale_log2);
     barrier_wait(shared.v_full(v.stage), v.phase);
     multiply_values(out, scores, shared.value + v.stage * V_BYTES, part);
@@ -403,13 +558,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(
   const Rows rows{params, (int)blockIdx.z, (int)blockIdx.y};
   const int first = rank * params.tiles_each + min(rank, params.more);
   const int last = first + params.tiles_each + (rank < params.more);
+  [[maybe_unused]] const int key_tiles = splits * params.tiles_each + params.more;
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
   if (threadIdx.x == CONSUMER_THREADS) {
     prefetch_map(key_map);
     // Stages are filled by one arrival and the copy's bytes, and emptied by one arrival of each consumer warp.
     for (int stage = 0; stage < K_STAGES; ++stage) {
-      barrier_init(shared.k_full(stage), 1);
+      barrier_init(shared.k_full(stage), MASKED ? WARP_ARRIVALS : 1);
       barrier_init(shared.k_empty(stage), CONSUMERS * WARP_ARRIVALS);
     }
     for (int stage = 0; stage < V_STAGES; ++stage) {
@@ -424,18 +580,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash_decode(
   if (splits > 1) cluster_arrive();
   wait_for_earlier_launches();
 
+  const auto k_full = [&](int stage) { return shared.k_full(stage); };
+  const auto k_empty = [&](int stage) { return shared.k_empty(stage); };
+  const auto v_full = [&](int stage) { return shared.v_full(stage); };
+  const auto v_empty = [&](int stage) { return shared.v_empty(stage); };
   if (warp == CONSUMERS) {
+#if MASKED
+    produce_shown<HEAD_DIM, K_STAGES>(key_map, shared.key, k_full, k_empty, MaskRow(params, rows.kv_head, rows.batch),
+                                      shared.bits, rank, splits, key_tiles, rows.kv_head, rows.batch);
+#else
     if (lane == 0)
-      produce<HEAD_DIM, K_STAGES>(
-          key_map, shared.key, [&](int stage) { return shared.k_full(stage); },
-          [&](int stage) { return shared.k_empty(stage); }, first, last, rows.kv_head, rows.batch);
+      produce<HEAD_DIM, K_STAGES>(key_map, shared.key, k_full, k_empty, first, last, rows.kv_head, rows.batch);
+#endif
   } else if (warp == CONSUMERS + 1) {
-    if (lane == 0) {
-      produce<HEAD_DIM_V, V_STAGES>(
-          value_map, shared.value, [&](int stage) { return shared.v_full(stage); },
-          [&](int stage) { return shared.v_empty(stage); }, first, last, rows.kv_head, rows.batch);
-      let_the_next_begin();
-    }
+#if MASKED
+    produce_shown<HEAD_DIM_V, V_STAGES>(value_map, shared.value, v_full, v_empty,
+                                        MaskRow(params, rows.kv_head, rows.batch), 0, rank, splits, key_tiles,
+                                        rows.kv_head, rows.batch);
+#else
+    if (lane == 0)
+      produce<HEAD_DIM_V, V_STAGES>(value_map, shared.value, v_full, v_empty, first, last, rows.kv_head, rows.batch);
+#endif
+    if (lane == 0) let_the_next_begin();
   } else {
     consume(rows, shared, Part(warp), first, last);
   }

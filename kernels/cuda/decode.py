@@ -15,6 +15,7 @@ import torch
 from ... import driver, nvrtc
 from ...batch_invariance import planned_batch
 from .. import KernelUnavailable, launch_counts
+from ..mask_strides import broadcast_strides, strides_of
 from . import decode_tiles, sources
 from .decode_tiles import DecodeTile
 
@@ -52,16 +53,20 @@ class DecodeParams(ctypes.Structure):
         ("tiles_each", ctypes.c_int32),  # key tiles of each block of a cluster; the first `more` have one more
         ("more", ctypes.c_int32),
         ("softmax_scale_log2", ctypes.c_float),
+        ("mask", ctypes.c_void_p),  # or null
+        ("mask_stride_batch", ctypes.c_int64),
+        ("mask_stride_kv_head", ctypes.c_int64),
     ]
 
 
 class DecodeSpecialisation(NamedTuple):
-    """What the compiler knows of a call. head_dim and head_dim_v: multiples of 16, at most 256."""
+    """What the compiler knows of a call. head_dim, head_dim_v: multiples of 16, at most 256; is_masked: as ``takes``."""
 
     head_dim: int
     head_dim_v: int
     is_bf16: bool
     tile: DecodeTile
+    is_masked: bool = False
 
     @property
     def defines(self) -> dict[str, int]:
@@ -76,6 +81,7 @@ class DecodeSpecialisation(NamedTuple):
             "K_STAGES": tile.k_stages,
             "V_STAGES": tile.v_stages,
             "BLOCKS": tile.blocks,
+            "MASKED": int(self.is_masked),
             "IS_BF16": int(self.is_bf16),
         }
 
@@ -99,20 +105,42 @@ class DecodeSpecialisation(NamedTuple):
         return sources.compiled(self)
 
 
-def takes(batch: int, kv_heads: int, seqlen_q: int, seqlen_k: int, queries_per_kv: int, is_causal: bool) -> bool:
-    """Is a call without a mask this kernel's, where the copy engine can walk its tensors?
+class MaskLayout(NamedTuple):
+    """A mask [B or 1, H or 1, Sq or 1, Sk or 1] in memory."""
 
-    A causal call is not: its mask is top-left aligned, so that so few queries see next to nothing.
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def takes(
+    batch: int, kv_heads: int, seqlen_q: int, seqlen_k: int, queries_per_kv: int, is_causal: bool,
+    mask: MaskLayout | None = None,
+) -> bool:  # fmt: skip
+    """Is a call this kernel's, where the copy engine can walk its tensors?
+
+    A causal call is not: its mask is top-left aligned, so that so few queries see next to nothing. A mask is one of
+    bools, with one row, in one piece, for all queries of a key head.
     """
     few = seqlen_q <= MAX_QUERIES and seqlen_q * queries_per_kv <= decode_tiles.MAX_ROWS
-    fits = few and not is_causal and max(batch, kv_heads) <= _MAX_GRID_YZ
-    return fits and decode_tiles.pays(planned_batch(batch) * kv_heads, seqlen_k)
+    if not few or is_causal or max(batch, kv_heads) > _MAX_GRID_YZ:
+        return False
+    if mask is not None:
+        scores_shape = batch, kv_heads * queries_per_kv, seqlen_q, seqlen_k
+        _, of_head, of_query, of_key = broadcast_strides(mask.shape, mask.strides, scores_shape)
+        shared = (of_head == 0 or queries_per_kv == 1) and (of_query == 0 or seqlen_q == 1)
+        if mask.dtype != torch.bool or not shared or (of_key != 1 and seqlen_k > 1):
+            return False
+    return decode_tiles.pays(planned_batch(batch) * kv_heads, seqlen_k)
 
 
-def suits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> bool:
+def suits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, mask=None) -> bool:
     """The same of tensors."""
     kv_heads = 1 if key.stride(1) == 0 and value.stride(1) == 0 else key.size(1)
-    return takes(query.size(0), kv_heads, query.size(2), key.size(2), query.size(1) // kv_heads, is_causal)
+    layout = None if mask is None else MaskLayout(mask.dtype, mask.shape, mask.stride())
+    return takes(
+        query.size(0), kv_heads, query.size(2), key.size(2), query.size(1) // kv_heads, is_causal, layout
+    )  # fmt: skip
 
 
 class Chosen(NamedTuple):
@@ -123,13 +151,13 @@ class Chosen(NamedTuple):
 
 
 def specialise(
-    head_dim: int, head_dim_v: int, dtype: torch.dtype, *, units: int, rows: int, seqlen_k: int
+    head_dim: int, head_dim_v: int, dtype: torch.dtype, *, units: int, rows: int, seqlen_k: int, is_masked: bool = False
 ) -> Chosen:
     """How a call of these sizes is run. units: batches times key heads; rows: query rows of each, at most MAX_ROWS."""
     padded, padded_v = (-(-size // 16) * 16 for size in (head_dim, head_dim_v))
     tile = decode_tiles.tile_for(padded, padded_v, rows)
     splits = decode_tiles.splits_for(units, -(-seqlen_k // tile.block_n))
-    return Chosen(DecodeSpecialisation(padded, padded_v, dtype == torch.bfloat16, tile), splits)
+    return Chosen(DecodeSpecialisation(padded, padded_v, dtype == torch.bfloat16, tile, is_masked), splits)
 
 
 class DecodePlan:
@@ -148,6 +176,7 @@ class DecodePlan:
         value: torch.Tensor,
         out: torch.Tensor,
         softmax_scale: float,
+        mask: torch.Tensor | None = None,
         chosen: Chosen | None = None,
     ) -> None:
         """As of ``forward.plan``, which has seen to it that the copy engine can walk the tensors."""
@@ -161,7 +190,7 @@ class DecodePlan:
         group = heads // kv_heads
         chosen = chosen or specialise(
             head_dim, head_dim_v, query.dtype, units=planned_batch(batch) * kv_heads, rows=seqlen_q * group,
-            seqlen_k=seqlen_k,
+            seqlen_k=seqlen_k, is_masked=mask is not None,
         )  # fmt: skip
         spec = chosen.specialisation
         try:
@@ -174,6 +203,9 @@ class DecodePlan:
                 self._configure(kv_heads, batch, chosen)
         except (driver.DriverError, OSError) as error:
             raise KernelUnavailable(f"{ENTRY}: {error}") from error
+        mask_stride_batch = mask_stride_head = 0
+        if mask is not None:
+            mask_stride_batch, mask_stride_head, _, _ = strides_of(mask, (batch, heads, seqlen_q, seqlen_k))
         tiles_each, more = divmod(-(-seqlen_k // block_n), self.chosen.splits)
         self._params = DecodeParams(
             query_stride_batch=query.stride(0),
@@ -192,6 +224,8 @@ class DecodePlan:
             tiles_each=tiles_each,
             more=more,
             softmax_scale_log2=softmax_scale * _LOG2E,
+            mask_stride_batch=mask_stride_batch,
+            mask_stride_kv_head=mask_stride_head * group,
         )
         self._frames: list[driver.Frame] = []
 
@@ -210,11 +244,11 @@ class DecodePlan:
             splits //= 2
 
     def __call__(self, query, key, value, out, logsumexp, mask=None, dropout_seed=None) -> None:
-        """Launch on the current stream of the tensors' device. mask, dropout_seed: None, as of forward.py's plans."""
+        """Launch on the current stream of the tensors' device. dropout_seed: None, as of forward.py's plans."""
         index = self._device_index
         if driver.current_device() != index:
             with torch.cuda.device(index):
-                return self(query, key, value, out, logsumexp)
+                return self(query, key, value, out, logsumexp, mask)
         maps_key, maps_value = self._maps
         # These two stay referenced until the driver has copied them.
         key_map = maps_key.get(key.data_ptr())
@@ -227,6 +261,7 @@ class DecodePlan:
         pointers[0], pointers[1] = key_map[0], value_map[0]
         params.query, params.out = query.data_ptr(), out.data_ptr()
         params.logsumexp = None if logsumexp is None else logsumexp.data_ptr()
+        params.mask = None if mask is None else mask.data_ptr()
         launch_counts[ENTRY] += 1
         try:
             driver.launch(

@@ -47,12 +47,13 @@ class DecodeTile:
         return 2 * self.block_n * (self.k_stages * _boxes(head_dim) + self.v_stages * _boxes(head_dim_v))
 
     def shared_bytes(self, head_dim: int, head_dim_v: int) -> int:
-        """Dynamic shared memory of a block: the tiles, what other blocks send, statistics and barriers."""
+        """Dynamic shared memory of a block: the tiles, what other blocks send, statistics, bits and barriers."""
         rows = 16 * self.row_tiles
         received = (rows * head_dim_v // 4 + SPLITS[0]) * 16
         statistics = (SPLITS[0] + self.key_warps) * rows * 8
         barriers = 16 * (self.k_stages + self.v_stages) + 8
-        return self.ring_bytes(head_dim, head_dim_v) + received + statistics + barriers
+        bits = self.k_stages * self.block_n // 8  # of a mask
+        return self.ring_bytes(head_dim, head_dim_v) + received + statistics + bits + barriers
 
 
 def _boxes(head_dim: int) -> int:

@@ -442,14 +442,16 @@ _plans: dict[tuple, AnyPlan | KernelUnavailable] = {}
 
 def _make_plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p) -> AnyPlan:
     is_wide = forward_wide.takes(query.size(3), value.size(3))
-    if mask is not None or dropout_p > 0.0 or not (is_wide or decode.suits(query, key, value, is_causal)):
+    plain = mask is None and dropout_p == 0.0
+    decodes = not is_wide and dropout_p == 0.0 and decode.suits(query, key, value, is_causal, mask)
+    if not decodes and not (is_wide and plain):
         return Plan(query, key, value, out, write_lse, is_causal, softmax_scale, mask, dropout_p)
-    refusal = _refusal(query, key, value, None, is_causal, softmax_scale, 0.0)
+    refusal = _refusal(query, key, value, mask, is_causal, softmax_scale, 0.0)
     if refusal:
         raise KernelUnavailable(refusal)
     if is_wide:
         return forward_wide.WidePlan(query, key, value, out, write_lse, is_causal, softmax_scale)
-    return decode.DecodePlan(query, key, value, out, softmax_scale)
+    return decode.DecodePlan(query, key, value, out, softmax_scale, mask)
 
 
 def plan(

@@ -184,6 +184,16 @@ def _() -> None:
         attend((4, seqlen_k), 64, trains=False)
 
 
+@program("decoding under a mask", "flash_decode")
+def _() -> None:
+    """Rows that end, and begin, anywhere: the last may be the memory's last."""
+    decode_tiles.pays = lambda units, seqlen_k: True
+    for seqlen_k in (64, 1001, 5000):
+        for mask in (torch.rand(seqlen_k, device="cuda") < 0.9, torch.arange(seqlen_k, device="cuda") < 200):
+            attend((1, seqlen_k), 128, mask=mask, trains=False)
+            attend((4, seqlen_k - 1), 64, mask=mask[1:], trains=False)
+
+
 @program("paged decoding", "attention_decode")
 def _() -> None:
     pages = torch.randperm(40, device="cuda", dtype=torch.int32).view(2, 20)

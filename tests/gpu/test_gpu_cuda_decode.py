@@ -35,6 +35,7 @@ HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
 SPLITS = (1, 2, 4, 8)
 LAYOUTS = ("bhsd", "bshd", "sbhd", "packed")
 # Few, since each is compiled for 16 and 32 rows.
+KINDS = ("few", "half", "most", "prefix", "left", "window", "one")
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (80, 80), (192, 128), (40, 40))
 
 
@@ -60,10 +61,10 @@ def plan_of(call: Call, out, splits: int | None = None):
         kv_heads, rows = call.key.size(1), call.query.size(2) * call.query.size(1) // call.key.size(1)
         usual = decode.specialise(
             call.query.size(3), call.value.size(3), call.query.dtype, units=call.query.size(0) * kv_heads, rows=rows,
-            seqlen_k=call.key.size(2),
+            seqlen_k=call.key.size(2), is_masked=call.attn_mask is not None,
         )  # fmt: skip
         chosen = usual._replace(splits=splits)
-    return decode.DecodePlan(call.query, call.key, call.value, out, call.softmax_scale, chosen)
+    return decode.DecodePlan(call.query, call.key, call.value, out, call.softmax_scale, call.attn_mask, chosen)
 
 
 def run_plan(call: Call, splits: int | None = None):
@@ -71,7 +72,7 @@ def run_plan(call: Call, splits: int | None = None):
     shape = (*call.query.shape[:3], call.value.size(3))
     out = torch.full(shape, math.nan, dtype=call.query.dtype, device=call.query.device)
     logsumexp = torch.full(shape[:3], math.nan, dtype=SINGLE, device=call.query.device)
-    plan_of(call, out, splits)(call.query, call.key, call.value, out, logsumexp)
+    plan_of(call, out, splits)(call.query, call.key, call.value, out, logsumexp, call.attn_mask)
     return out, logsumexp
 
 
@@ -99,6 +100,44 @@ def decode_call(seed: int) -> Call:
                 note=f"decode call {seed}")  # fmt: skip
 
 
+def row_mask(size: tuple[int, ...], seed: int, kind: str = "", offset: int = 0) -> torch.Tensor:
+    """A bool mask of this size, one kind of row in all of it, `offset` bytes behind a multiple of 16."""
+    rng = random.Random(seed)
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    keys = size[-1]
+    kind = kind or rng.choice(KINDS)
+    index = torch.arange(keys, device="cuda")
+    if kind in ("few", "half", "most"):
+        part = {"few": 0.01, "half": 0.5, "most": 0.99}[kind]
+        mask = torch.rand(size, generator=generator, device="cuda") < part
+    else:
+        lengths = torch.randint(1, keys + 1, (*size[:-1], 1), generator=generator, device="cuda")
+        starts = lengths * rng.choice([0, 1, 3]) // 4 if kind == "window" else 0
+        mask = (index >= starts) & (index < lengths)
+        if kind == "left":
+            mask = mask.flip(-1)
+    if kind == "one":
+        mask = index == lengths - 1
+    if rng.random() < 0.3 and mask.size(0) > 1:
+        mask[rng.randrange(mask.size(0))] = False
+    storage = torch.zeros(mask.numel() + 16, dtype=torch.bool, device="cuda")
+    return storage[offset : offset + mask.numel()].view(size).copy_(mask)
+
+
+def masked_call(seed: int) -> Call:
+    """The same with a mask: one row for all, a batch or a key head, at any address."""
+    call, rng = decode_call(seed), random.Random(-1 - seed)
+    batch, heads, queries, keys = *call.query.shape[:3], call.key.size(2)
+    of_head = heads if heads == call.key.size(1) and rng.random() < 0.5 else 1
+    shape = (rng.choice([1, batch]), of_head, 1, keys)
+    mask = row_mask(shape, seed, offset=rng.choice([0, 0, 1, 4, 8, 15]))
+    if rng.random() < 0.5:
+        mask = mask.expand(-1, -1, queries, -1) if of_head > 1 else mask.expand(-1, heads, queries, -1)
+    elif mask.shape[:2] == (1, 1) and rng.random() < 0.5:
+        mask = mask[0, 0]
+    return dataclasses.replace(call, attn_mask=mask, note=f"masked decode call {seed}")
+
+
 # --------------------------------------------------------------------------------------------------------------- values
 
 
@@ -107,6 +146,80 @@ def test_random_calls(check_call, decoded, first):
     for seed in range(first, min(first + CHUNK, RANDOM_CALLS)):
         check_call(decode_call(seed), grad=False, backend="cuda", kernels=("flash", "math"))
         assert decoded() == 1  # check_call counts anew
+
+
+@pytest.mark.parametrize("first", range(0, RANDOM_CALLS, CHUNK))
+def test_random_masks(check_call, decoded, first):
+    for seed in range(first, min(first + CHUNK, RANDOM_CALLS)):
+        check_call(masked_call(seed), grad=False, backend="cuda", kernels=("math",))
+        assert decoded() == 1
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks(kind, splits, head_dim):
+    """Rows that begin anywhere, end anywhere and are longer than a look; one batch may see nothing."""
+    for seed, keys in enumerate((1, 63, 64, 1000, 1024, 4159)):
+        mask = row_mask((3, 1, 1, keys), 7 * seed, kind, offset=seed % 4)
+        check_plan(simple_call(3, 12, 1, keys, head_dim, kv_heads=3, seed=keys, attn_mask=mask), splits)
+    mask = row_mask((1, 1, 1, 40_000), 3, kind)
+    check_plan(simple_call(1, 4, 1, 40_000, head_dim, kv_heads=1, attn_mask=mask), splits)
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("rows", [(1, 4), (2, 4), (1, 32), (2, 16)], ids=str)
+def test_masks_of_other_tiles(head_dims, rows):
+    queries, group = rows
+    call = simple_call(2, 2 * group, queries, 1100, head_dims[0], head_dim_v=head_dims[1], kv_heads=2, dtype=HALF)
+    for kind in ("half", "prefix"):
+        check_plan(dataclasses.replace(call, attn_mask=row_mask((2, 1, 1, 1100), 5, kind)), 4)
+
+
+def test_a_mask_for_each_head():
+    call = simple_call(2, 3, 1, 700, 64, attn_mask=row_mask((2, 3, 1, 700), 1, "half", offset=3))
+    for splits in SPLITS:
+        check_plan(call, splits)
+
+
+def test_whatever_is_not_zero_is_true():
+    numbers = torch.randint(0, 3, (2, 1, 1, 901), device="cuda", dtype=torch.uint8)
+    numbers[numbers == 2] = 128
+    call = simple_call(2, 8, 1, 901, 64, kv_heads=2, attn_mask=numbers.bool())
+    as_they_are = dataclasses.replace(call, attn_mask=numbers.view(torch.bool))
+    assert torch.equal(run_plan(as_they_are)[0], run_plan(call)[0])
+    check_plan(call, 2)
+
+
+@pytest.mark.parametrize("keys", [8192, 8111])
+def test_reads_no_tile_that_the_mask_hides(keys):
+    """A static cache, filled in part and, here, NaN where it is not."""
+    call = simple_call(
+        2, 8, 1, keys, 128, kv_heads=2, attn_mask=torch.arange(keys, device="cuda").expand(2, 1, 1, -1) < 1000
+    )
+    call = dataclasses.replace(call, attn_mask=call.attn_mask.contiguous())
+    poisoned = dataclasses.replace(call, key=call.key.clone(), value=call.value.clone())
+    poisoned.key[:, :, 1024:] = poisoned.value[:, :, 1024:] = math.nan
+    for splits in SPLITS:
+        check_plan(call, splits)
+        assert torch.equal(run_plan(poisoned, splits)[0], run_plan(call, splits)[0])
+
+
+def test_a_captured_graph_sees_each_new_mask():
+    call = simple_call(
+        2, 8, 1, 2000, 128, kv_heads=2, attn_mask=torch.zeros(2, 1, 1, 2000, device="cuda", dtype=torch.bool)
+    )
+    out, mask = torch.empty_like(call.query), call.attn_mask
+    plan = plan_of(call, out)
+    plan(call.query, call.key, call.value, out, None, mask)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mask.logical_not_()
+        plan(call.query, call.key, call.value, out, None, mask)
+    for seed in range(7):
+        mask.copy_(row_mask((2, 1, 1, 2000), seed))
+        graph.replay()
+        check({"out": out}, expect(call), None, f"mask {seed}")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -189,11 +302,14 @@ def test_nan_and_infinity_count_where_they_are_seen_and_nowhere_else():
 # ------------------------------------------------------------------------------------------------------ whole operators
 
 
+@pytest.mark.parametrize("masked", [None, "masked"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_logsumexp_and_gradients(check_call, plugin, decoded, head_dim):
-    call = simple_call(2, 8, 4, 700, head_dim, kv_heads=2)
+def test_logsumexp_and_gradients(check_call, plugin, decoded, head_dim, masked):
+    call = simple_call(2, 8, 4, 700, head_dim, kv_heads=2, attn_mask=masked and row_mask((2, 1, 1, 700), 4, "half"))
     with plugin.sdpa_backend("cuda"):
-        out, logsumexp = plugin.attention(call.query, call.key, call.value, enable_gqa=True, return_lse=True)
+        out, logsumexp = plugin.attention(
+            call.query, call.key, call.value, call.attn_mask, enable_gqa=True, return_lse=True
+        )  # fmt: skip
         assert torch.equal(out, call.run())
     assert decoded() == 2
     check({"logsumexp": logsumexp}, expect_logsumexp(call), None, call.describe())
@@ -202,11 +318,18 @@ def test_logsumexp_and_gradients(check_call, plugin, decoded, head_dim):
         check(results_of(call, grad_out), expect(call, grad_out), None, call.describe())
 
 
-def test_causal_calls_and_masks_are_not_its(check_call, decoded):
+def test_causal_calls_and_most_masks_are_not_its(check_call, decoded):
+    """Of several rows, one for each of some query heads, of floats, or with keys that do not follow each other."""
+    row = torch.rand(300, device="cuda") < 0.5
+    rows = (torch.rand(1, 1, 4, 300, device="cuda") < 0.5, torch.rand(1, 4, 1, 300, device="cuda") < 0.5,
+            torch.zeros(1, 1, 1, 300, device="cuda", dtype=BFLOAT), row.repeat_interleave(2)[::2])  # fmt: skip
+    for mask in rows:
+        call = simple_call(1, 4, 4 if mask.dim() == 4 and mask.size(2) == 4 else 1, 300, 64, kv_heads=1, attn_mask=mask)
+        check_call(call, grad=False, backend="cuda")
     check_call(simple_call(1, 4, 1, 300, 64, kv_heads=1, is_causal=True), grad=False, backend="cuda")
-    mask = torch.rand(300, device="cuda").expand(1, 1, 1, 300) < 0.5
-    check_call(simple_call(1, 4, 1, 300, 64, kv_heads=1, attn_mask=mask), grad=False, backend="cuda")
     assert decoded() == 0
+    check_call(simple_call(1, 4, 1, 300, 64, kv_heads=1, attn_mask=row), grad=False, backend="cuda")
+    assert decoded() == 1
 
 
 def test_keys_and_values_that_are_expanded_over_heads(check_call, decoded):
@@ -225,9 +348,10 @@ def test_many_batches(check_call, decoded):
 # ----------------------------------------------------------------------------------------------- graphs, streams, order
 
 
-def test_equal_bits_every_time_while_the_gpu_is_busy():
+@pytest.mark.parametrize("masked", [None, "masked"])
+def test_equal_bits_every_time_while_the_gpu_is_busy(masked):
     """A race between the blocks of a launch, or of two, would show as another result now and then."""
-    call = simple_call(3, 16, 1, 8000, 128, kv_heads=4)
+    call = simple_call(3, 16, 1, 8000, 128, kv_heads=4, attn_mask=masked and row_mask((3, 1, 1, 8000), 2, "most"))
     other = torch.randn(2048, 2048, device="cuda")
     streams = [torch.cuda.Stream() for _ in range(4)]
     for splits in SPLITS:
@@ -239,7 +363,7 @@ def test_equal_bits_every_time_while_the_gpu_is_busy():
             with torch.cuda.stream(streams[turn % 4]):
                 if turn % 3 == 0:
                     other @ other
-                plan(call.query, call.key, call.value, out, None)
+                plan(call.query, call.key, call.value, out, None, call.attn_mask)
         torch.cuda.synchronize()
         assert all(torch.equal(first, out) for out in outs), splits
 
