@@ -241,7 +241,7 @@ def expect(call: Call, grad_out: Tensor | None = None, tf32: bool = False) -> Ex
 
 
 def expect_logsumexp(call: Call) -> Expected:
-    """The oracle's "logsumexp" [..., H, Sq] of a call without a mask, -inf for rows without a key, and its model.
+    """The oracle's "logsumexp" [..., H, Sq] of a call, -inf for rows without a key, and its model.
 
     Rounding of the scores, weighted as they count, and of the result and its sum, which are float32.
     """
@@ -482,6 +482,15 @@ LAYOUTS = (
     "strided_last",
 )
 MASK_KINDS = ("none", "causal", "bool", "float", "float32", "dead_rows_bool", "dead_rows_float", "lowest_rows")
+
+
+def check_logsumexp(logsumexp: Tensor, call: Call, what: str = "") -> list[Verdict]:
+    """The same of a call's logsumexp, which of a row without a key is -inf and nothing else."""
+    expected = expect_logsumexp(call)
+    unseen = expected.values["logsumexp"] == -math.inf
+    assert torch.equal(logsumexp == -math.inf, unseen), f"-inf elsewhere than of rows without a key\n  {what}"
+    expected.values["logsumexp"].masked_fill_(unseen, 0.0)
+    return check({"logsumexp": logsumexp.masked_fill(unseen, 0.0)}, expected, None, what)
 
 
 def tensor_in_layout(

@@ -24,11 +24,12 @@ ALL_SHARED_MEMORY = 228 << 10
 
 
 @pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"no compiler: {nvrtc.unavailable()}")
+@pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
-def test_specialisation_has_no_spills(head_dims, rows):
+def test_specialisation_has_no_spills(head_dims, rows, is_masked):
     tile = decode_tiles.tile_for(*head_dims, rows)
-    spec = decode.DecodeSpecialisation(*head_dims, (rows + head_dims[0]) // 16 % 2 == 0, tile)
+    spec = decode.DecodeSpecialisation(*head_dims, (rows + head_dims[0]) // 16 % 2 == 0, tile, is_masked)
     log = nvrtc.compile(spec.source).log
     assert problems(log) == []
     registers = int(re.search(r"Used (\d+) registers", log)[1])
@@ -48,9 +49,10 @@ def test_shared_memory_has_room_for_as_many_blocks_as_are_meant_to_share_it(size
         assert 16 * tile.row_tiles >= rows
 
 
-def test_splits_fill_the_gpu_once_and_leave_no_block_without_keys():
-    found = {units: decode_tiles.splits_for(units, 1000) for units in (1, 8, 9, 16, 17, 32, 33, 64, 65, 10_000)}
-    assert found == {1: 8, 8: 8, 9: 4, 16: 4, 17: 2, 32: 2, 33: 1, 64: 1, 65: 1, 10_000: 1}
+def test_splits_make_blocks_enough_and_none_without_keys():
+    units = (1, 8, 9, 16, 17, 32, 33, 64, 65, 10_000)
+    found = {number: decode_tiles.splits_for(number, 1000) for number in units}
+    assert found == {1: 8, 8: 8, 9: 8, 16: 4, 17: 4, 32: 2, 33: 2, 64: 2, 65: 1, 10_000: 1}
     assert [decode_tiles.splits_for(8, tiles) for tiles in (1, 2, 3, 4, 7, 8)] == [1, 2, 2, 4, 4, 8]
 
 
@@ -99,14 +101,16 @@ def cuda(monkeypatch):
 
 
 def call(batch=4, heads=8, kv_heads=2, seqlen_q=1, seqlen_k=1000, head_dim=128, lse=True, is_causal=False,
-         address=1 << 20, scale=0.25):  # fmt: skip
+         address=1 << 20, scale=0.25, mask=None):  # fmt: skip
     make = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="meta")  # noqa: E731
     shapes = [(batch, heads, seqlen_q, head_dim), *[(batch, kv_heads, seqlen_k, head_dim)] * 2,
               (batch, heads, seqlen_q, head_dim)]  # fmt: skip
     query, key, value, out = (OnDevice(make(*shape), address + (i << 12)) for i, shape in enumerate(shapes))
     logsumexp = OnDevice(torch.empty(shapes[0][:3], device="meta"), address + (9 << 12)) if lse else None
-    forward.forward(query, key, value, is_causal, scale, out, logsumexp)
-    return SimpleNamespace(query=query, key=key, value=value, out=out, logsumexp=logsumexp)
+    if mask is not None:
+        mask = OnDevice(mask, address + (10 << 12))
+    forward.forward(query, key, value, is_causal, scale, out, logsumexp, mask)
+    return SimpleNamespace(query=query, key=key, value=value, out=out, logsumexp=logsumexp, mask=mask)
 
 
 def launched(cuda):
@@ -137,6 +141,40 @@ def test_parameters_of_a_launch(cuda):
         driver._CLUSTER_DIMENSION: [chosen.splits, 1, 1], driver._PROGRAMMATIC_STREAM_SERIALIZATION: [1, 0, 0]
     }  # fmt: skip
     assert ctypes.sizeof(driver._Attribute) == 72
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "size", "strides", "batch_and_head"),
+    [(2, (4, 1, 1, 1000), None, (1000, 0)), (2, (1, 1, 1, 1000), None, (0, 0)),
+     (8, (4, 8, 1, 1000), None, (8000, 1000)), (2, (4, 8, 1, 1000), (1007, 0, 0, 1), (1007, 0)),
+     (8, (1, 8, 1, 1000), None, (0, 1000))],
+)  # fmt: skip
+def test_parameters_of_a_mask(cuda, kv_heads, size, strides, batch_and_head):
+    mask = torch.empty_strided(size, strides or torch.empty(size).stride(), dtype=torch.bool, device="meta")
+    tensors = call(kv_heads=kv_heads, mask=mask)
+    assert cuda.compiled[-1].name == "flash_decode" and "-DMASKED=1" in cuda.compiled[-1].flags
+    _, params, _ = launched(cuda)
+    assert params.mask == tensors.mask.data_ptr()
+    found = params.mask_stride_batch if size[0] > 1 else 0, params.mask_stride_kv_head
+    assert found == batch_and_head
+    call(kv_heads=kv_heads, mask=mask, address=1 << 30)
+    assert launched(cuda)[1].mask == (1 << 30) + (10 << 12)
+
+
+def test_which_masks_are_its():
+    """Bools, with one row in one piece for all queries of a key head."""
+
+    def is_its(*size, strides=None, dtype=torch.bool, kv_heads=2, queries=1, keys=1000):
+        mask = torch.empty_strided(size, strides or torch.empty(size).stride(), dtype=dtype, device="meta")
+        query = torch.empty(4, 8, queries, 64, device="meta")
+        key = torch.empty(4, kv_heads, keys, 64, device="meta")
+        return decode.suits(query, key, key, False, mask)
+
+    assert is_its(4, 1, 1, 1000) and is_its(4, 1, 3, 1000, strides=(1000, 0, 0, 1), queries=3)
+    assert is_its(4, 8, 1, 1000, kv_heads=8) and is_its(4, 1, 1, 1, keys=1)
+    assert not is_its(4, 8, 1, 1000) and not is_its(4, 1, 3, 1000, queries=3)
+    assert not is_its(4, 1, 1, 1) and not is_its(4, 1, 1, 1000, strides=(2000, 2000, 2000, 2))
+    assert not is_its(4, 1, 1, 1000, dtype=torch.bfloat16)
 
 
 def test_next_call_patches_pointers_alone(cuda):
@@ -183,8 +221,8 @@ def test_which_calls_are_its(cuda):
 
 @pytest.mark.parametrize(
     ("batch", "seqlen_k", "name"),
-    [(2, 1000, "forward"), (4, 100_000, "decode"), (5, 1000, "forward"), (8, 8192, "decode"), (16, 8192, "decode"),
-     (32, 2048, "decode"), (32, 2049, "forward"), (128, 1000, "forward")],
+    [(1, 2048, "decode"), (1, 2049, "forward"), (2, 8192, "decode"), (2, 8193, "forward"), (4, 100_000, "decode"),
+     (5, 1000, "decode"), (128, 100_000, "decode")],
 )  # fmt: skip
 def test_only_calls_that_gain_by_it_are_its(cuda, batch, seqlen_k, name):
     call(batch=batch, seqlen_k=seqlen_k)

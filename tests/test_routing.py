@@ -53,6 +53,20 @@ class RoutingTest(TestCase):
         self.assertIsNotNone(failed)
         return f"{failed.name}: {failed.message(call)}"
 
+    def test_a_step_of_decoding_has_a_hopper_kernel_where_its_queries_share_their_mask(self):
+        def has_one(shape, stride, dtype=torch.bool, queries=1):
+            step = problem((8, 32, queries, 128), kv_heads=8, seqlen_k=1000)
+            step = changed(step, mask=MaskInfo(dtype, shape, stride, False, "cuda"))
+            failed = first_failure(step, "cuda", automatic=True)
+            return failed is None or "splits the keys" not in failed.message(step)
+
+        self.assertTrue(has_one((8, 1, 1, 1000), (1000, 1000, 1000, 1)))
+        self.assertTrue(has_one((1000,), (1,)) and has_one((1, 1000), (1000, 1)))
+        self.assertTrue(has_one((8, 1, 4, 1000), (1000, 0, 0, 1), queries=4))
+        self.assertFalse(has_one((8, 1, 4, 1000), (4000, 0, 1000, 1), queries=4))
+        self.assertFalse(has_one((8, 32, 1, 1000), (32000, 1000, 1000, 1)))
+        self.assertFalse(has_one((8, 1, 1, 1000), (1000, 1000, 1000, 1), torch.bfloat16))
+
     def test_an_old_gpu_leaves_every_call_to_stock(self):
         for gpu in ("Tesla V100", "Tesla T4"):
             for mask in (None, "bool", "float_grad"):

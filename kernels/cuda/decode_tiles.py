@@ -13,9 +13,7 @@ MAX_ROWS = 32
 SPLITS = (8, 4, 2, 1)
 """Blocks of a cluster, of which CUDA guarantees 8."""
 BLOCKS = 64
-"""Of a launch. Each reads 65 GB/s at most, so that fewer leave memory idle; more cost more to merge."""
-MAX_KEYS = {BLOCKS // 2: 8192, BLOCKS: 2048}
-"""Where a unit is split in two, or not at all, Triton's kernel is as fast with more keys than these."""
+"""Of a launch, at least. Each reads 65 GB/s at most, so that fewer leave memory idle; more cost more to merge."""
 SHARED_MEMORY = 227 << 10
 _MOST_STAGES = 24
 _MOST_OF_TWO, _MOST_OF_ONE = 110 << 10, 216 << 10
@@ -77,17 +75,19 @@ def tile_for(head_dim: int, head_dim_v: int, rows: int) -> DecodeTile:
 
 
 def splits_for(units: int, key_tiles: int) -> int:
-    """Blocks among which each unit's keys are split: as many as make BLOCKS of a launch, each with a tile of keys.
+    """Blocks among which each unit's keys are split, each with a tile of keys: as few as make BLOCKS of a launch.
 
-    units: batches times key heads.
+    units: batches times key heads. More than BLOCKS of them stay whole; so many alone are slower than twice as many.
     """
-    return next(splits for splits in SPLITS if splits == 1 or (units * splits <= BLOCKS and splits <= key_tiles))
+    if units > BLOCKS:
+        return 1
+    wanted = next((splits for splits in (2, 4) if units * splits >= BLOCKS), 8)
+    return next(splits for splits in SPLITS if splits <= min(wanted, key_tiles))
 
 
 def pays(units: int, seqlen_k: int) -> bool:
     """Is the kernel faster than Triton's? Measured; NOTES.md has the figures.
 
-    With 8 or 16 units, and with half of BLOCKS or BLOCKS units of few keys. Numbers of units between these leave up to
-    half of the blocks away.
+    Fewer than 8 units make fewer than BLOCKS blocks, which is as good where starting and merging take longest.
     """
-    return units in (8, 16) or seqlen_k <= MAX_KEYS.get(units, 0)
+    return units >= 8 or seqlen_k <= 512 * units**2

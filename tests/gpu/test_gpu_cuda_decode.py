@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from common import (
     Call,
     check,
+    check_logsumexp,
     error_of,
     expect,
-    expect_logsumexp,
     forget_plans,
     gradient_for,
     results_of,
@@ -80,7 +80,7 @@ def check_plan(call: Call, splits: int) -> None:
     out, logsumexp = run_plan(call, splits)
     what = f"{call.describe()} {splits} splits"
     check({"out": out}, expect(call), None, what)
-    check({"logsumexp": logsumexp}, expect_logsumexp(call), None, what)
+    check_logsumexp(logsumexp, call, what)
 
 
 def decode_call(seed: int) -> Call:
@@ -312,7 +312,7 @@ def test_logsumexp_and_gradients(check_call, plugin, decoded, head_dim, masked):
         )  # fmt: skip
         assert torch.equal(out, call.run())
     assert decoded() == 2
-    check({"logsumexp": logsumexp}, expect_logsumexp(call), None, call.describe())
+    check_logsumexp(logsumexp, call, call.describe())
     grad_out = gradient_for(call)
     with plugin.sdpa_backend("cuda"):
         check(results_of(call, grad_out), expect(call, grad_out), None, call.describe())
@@ -322,13 +322,13 @@ def test_causal_calls_and_most_masks_are_not_its(check_call, decoded):
     """Of several rows, one for each of some query heads, of floats, or with keys that do not follow each other."""
     row = torch.rand(300, device="cuda") < 0.5
     rows = (torch.rand(1, 1, 4, 300, device="cuda") < 0.5, torch.rand(1, 4, 1, 300, device="cuda") < 0.5,
-            torch.zeros(1, 1, 1, 300, device="cuda", dtype=BFLOAT), row.repeat_interleave(2)[::2])  # fmt: skip
+            torch.zeros(1, 1, 1, 300, device="cuda", dtype=BFLOAT), row.repeat_interleave(2)[None, ::2])  # fmt: skip
     for mask in rows:
         call = simple_call(1, 4, 4 if mask.dim() == 4 and mask.size(2) == 4 else 1, 300, 64, kv_heads=1, attn_mask=mask)
         check_call(call, grad=False, backend="cuda")
     check_call(simple_call(1, 4, 1, 300, 64, kv_heads=1, is_causal=True), grad=False, backend="cuda")
     assert decoded() == 0
-    check_call(simple_call(1, 4, 1, 300, 64, kv_heads=1, attn_mask=row), grad=False, backend="cuda")
+    check_call(simple_call(1, 4, 1, 300, 64, kv_heads=1, attn_mask=row[None]), grad=False, backend="cuda")
     assert decoded() == 1
 
 
