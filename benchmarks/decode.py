@@ -9,6 +9,8 @@ How a number comes about: a CUDA graph holds one call for each of as many sets o
 Contenders' graphs are replayed in turn, in another order each round; a time is the median replay divided by
 the number of calls. TB/s counts what has to be read and written once: queries, outputs, and of keys and values those
 that any query sees. `eager_us` is what a call costs a program without graphs (harness.Meter.eager_times).
+`after_product_us`, of ours and the default: what a call adds to a graph where each follows a matrix product, as it does
+in a model, whose multiprocessors are still busy with that when the call begins.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ CONTENDERS = ("cuda", "triton", "default", "flash", "cudnn")
 KEPT_BYTES = 192 * 2**20
 MOST_SETS = 256
 LARGEST_BYTES = 60 * 2**30
+PROJECTED = 4096
 
 
 def used_bytes(case: Case, inputs: Inputs) -> float:
@@ -101,6 +104,28 @@ def replay_times(recorded: dict[str, Recorded], device: torch.device, rounds: in
     return {name: statistics.median(times) / calls for name, times in samples.items()}
 
 
+def times_after_products(
+    case: Case, recorded: dict[str, Recorded], device: torch.device, rounds: int
+) -> dict[str, float]:
+    """What each call costs behind the projection of PROJECTED numbers for each query, in microseconds."""
+    rows = torch.randn(case.batch * case.seqlen_q, PROJECTED, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(PROJECTED, PROJECTED, device=device, dtype=torch.bfloat16)
+    projected = torch.empty_like(rows)
+
+    def product() -> None:
+        torch.mm(rows, weight, out=projected)
+
+    def behind(call: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: (product(), call())
+
+    all_calls = {name: [behind(call) for call in item.calls] for name, item in recorded.items()}
+    graphs = {name: Recorded(calls, device, recorded[name].context) for name, calls in all_calls.items()}
+    calls = len(next(iter(all_calls.values())))
+    times = replay_times(graphs | {"product": Recorded([product] * calls, device)}, device, rounds)
+    alone = times.pop("product")
+    return {name: us - alone for name, us in times.items()}
+
+
 def measure_case(case: Case, meter: Meter, rounds: int, smoke: bool) -> dict[str, Any]:
     """A row of JSON: microseconds, TB/s and eager microseconds of every contender, and how far ours is from stock."""
     device = meter.device
@@ -125,9 +150,11 @@ def measure_case(case: Case, meter: Meter, rounds: int, smoke: bool) -> dict[str
     times = replay_times(recorded | {"again": recorded[again]}, device, rounds)
     row["again"] = significant(times.pop("again") / times[again], 4)
     row["us"] = {name: significant(us, 4) for name, us in times.items()}
+    some = {name: item for name, item in recorded.items() if name in (*harness.OURS, "default")}
+    behind = times_after_products(case, some, device, rounds)
+    row["after_product_us"] = {name: significant(us, 4) for name, us in behind.items()}
     row["tb_per_s"] = {name: significant(moved / us * 1e-6, 4) for name, us in times.items()}
-    eager = {name: Run(recorded[name].calls[0], recorded[name].context) for name in (*harness.OURS, "default")
-             if name in recorded}  # fmt: skip
+    eager = {name: Run(item.calls[0], item.context) for name, item in some.items()}
     row["eager_us"] = {"forward": {name: significant(us, 4) for name, us in meter.eager_times(eager).items()}}
     found = [name for name in harness.OURS if name in eager]
     row["our_kernels"] = {name: contenders.kernels_launched(eager[name]) for name in found}
@@ -150,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
         row = measure_case(case, meter, 2 if arguments.smoke else 2 * arguments.rounds + 1, arguments.smoke)
         results.add(row)
         shown = "  ".join(f"{name} {us} us {row['tb_per_s'][name]} TB/s" for name, us in row["us"].items())
-        harness.say(f"{case.label}: {shown}  eager {row['eager_us']['forward']}")
+        harness.say(f"{case.label}: {shown}  after a product {row['after_product_us']}")
         if meter.cuda:
             torch.cuda.empty_cache()
     return 0

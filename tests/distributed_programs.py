@@ -1,7 +1,6 @@
 """What each rank of tests/test_distributed.py and tests/gpu/test_gpu_distributed.py runs; one function per test.
 
-python distributed_programs.py NAME RANKS DEVICE     starts RANKS processes: gloo on a CPU, NCCL on GPUs, and gloo
-                                                     again where there are fewer GPUs, which ranks then share
+python distributed_programs.py NAME RANKS DEVICE     starts RANKS processes: gloo on a CPU, NCCL on GPUs
 """
 
 from __future__ import annotations
@@ -342,13 +341,10 @@ def _rank(rank, name, ranks, device, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     options = {"rank": rank, "world_size": ranks, "timeout": PATIENCE}
-    communication = "gloo"
     if device == "cuda":
-        number = torch.cuda.device_count()
-        torch.cuda.set_device(rank % number)
-        if number >= ranks:
-            communication, options["device_id"] = "nccl", torch.device("cuda", rank)
-    dist.init_process_group(communication, **options)
+        torch.cuda.set_device(rank)
+        options["device_id"] = torch.device("cuda", rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
     try:
         for one in name.split(","):
             globals()[one](rank, ranks, device)

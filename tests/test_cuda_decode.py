@@ -73,14 +73,16 @@ def test_python_mirrors_the_parameters():
 
 
 class Driver(FakeDriver):
-    """One that has room for clusters of up to `largest` blocks."""
+    """One that has room for clusters of up to `largest` blocks, one or two of a kind on each multiprocessor."""
 
     largest = 8
+    multiprocessors = 132
 
     def do_cuOccupancyMaxActiveClusters(self, found, function, config):
         attributes = (driver._Attribute * 2).from_address(config._obj.attributes)
         self.size = next(a.value[0] for a in attributes if a.id == driver._CLUSTER_DIMENSION)
-        found._obj.value = int(self.size <= self.largest)
+        room = self.multiprocessors * (1 if config._obj.shared_bytes > ALL_SHARED_MEMORY // 2 - 1024 else 2)
+        found._obj.value = room // self.size if self.size <= self.largest else 0
         return 0
 
 
@@ -136,7 +138,8 @@ def test_parameters_of_a_launch(cuda):
     assert params.splits == chosen.splits == 8
     assert params.tiles_each * 8 + params.more == -(-1000 // tile.block_n)
     assert list(cuda.config.grid) == [8, 2, 4]
-    assert cuda.config.block[0] == tile.num_threads and cuda.config.shared_bytes == chosen.specialisation.shared_bytes
+    assert cuda.config.block[0] == tile.num_threads
+    assert cuda.config.shared_bytes == chosen.specialisation.shared_bytes_alone
     assert attributes == {
         driver._CLUSTER_DIMENSION: [chosen.splits, 1, 1], driver._PROGRAMMATIC_STREAM_SERIALIZATION: [1, 0, 0]
     }  # fmt: skip
@@ -189,6 +192,17 @@ def test_next_call_patches_pointers_alone(cuda):
     assert len(cuda.compiled) == 1  # of both plans
 
 
+@pytest.mark.parametrize(("batch", "multiprocessors"), [(4, 132), (32, 132), (66, 132), (67, 132), (4, 63), (4, 64)])
+def test_blocks_that_can_have_a_multiprocessor_of_their_own_do(cuda, batch, multiprocessors):
+    cuda.multiprocessors = multiprocessors
+    call(batch=batch)
+    spec = decode.specialise(128, 128, torch.bfloat16, units=2 * batch, rows=4, seqlen_k=1000).specialisation
+    room = batch * 2 * launched(cuda)[1].splits <= multiprocessors
+    assert cuda.config.shared_bytes == (spec.shared_bytes_alone if room else spec.shared_bytes)
+    assert 2 * (spec.shared_bytes_alone + 1024) > ALL_SHARED_MEMORY >= 2 * (spec.shared_bytes + 1024)
+    assert room == (batch < 67 and multiprocessors > 63)
+
+
 def test_smaller_clusters_where_the_device_has_no_room_for_large_ones(cuda):
     cuda.largest = 2
     call()
@@ -199,7 +213,7 @@ def test_smaller_clusters_where_the_device_has_no_room_for_large_ones(cuda):
 
 
 def test_a_driver_that_cannot_say_what_there_is_room_for_is_asked_again(cuda):
-    cuda.failures["cuOccupancyMaxActiveClusters"] = [2] * 3  # out of memory
+    cuda.failures["cuOccupancyMaxActiveClusters"] = [2] * 8  # out of memory
     call()
     assert launched(cuda)[1].splits == 1
     cuda.failures.clear()

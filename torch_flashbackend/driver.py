@@ -399,17 +399,18 @@ def cluster_attributes(size: int) -> Any:
     return attributes
 
 
-# By function and number of blocks in a cluster: the driver takes its time for the answer.
-_clusters: dict[tuple[int, int], int] = {}
+# By function, shared memory and number of blocks in a cluster: the driver takes its time for the answer.
+_clusters: dict[tuple[int, int, int], int] = {}
 
 
 def max_active_clusters(function: Any, config: LaunchConfig, blocks: int) -> int:
     """How many clusters of such a launch the current device runs at a time; 0 where it has no room for one.
 
-    config: with the cluster_attributes of so many blocks, of which only the first is of interest here. What else it
-    says of a block is always the same for a function.
+    config: with the cluster_attributes of so many blocks, of which only the first is of interest here. Blocks of a
+    function differ in their shared memory alone.
     """
-    known = _clusters.get((function.value, blocks))
+    key = function.value, config.shared_bytes, blocks
+    known = _clusters.get(key)
     if known is not None:
         return known
     found = ctypes.c_int(0)
@@ -418,7 +419,7 @@ def max_active_clusters(function: Any, config: LaunchConfig, blocks: int) -> int
     code = _library().cuOccupancyMaxActiveClusters(ctypes.byref(found), function, ctypes.byref(config))
     if code:
         return 0  # for now: what is wrong may be something else
-    _clusters[function.value, blocks] = found.value
+    _clusters[key] = found.value
     return found.value
 
 

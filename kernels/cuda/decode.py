@@ -93,6 +93,11 @@ class DecodeSpecialisation(NamedTuple):
         return self.tile.shared_bytes(self.head_dim, self.head_dim_v)
 
     @property
+    def shared_bytes_alone(self) -> int:
+        """What keeps other blocks away from its multiprocessor."""
+        return max(self.shared_bytes, decode_tiles.ALONE)
+
+    @property
     def source(self) -> nvrtc.Source:
         """What to compile."""
         return sources.source(ENTRY, SOURCE.name, self.defines)
@@ -196,7 +201,8 @@ class DecodePlan:
         )  # fmt: skip
         spec = chosen.specialisation
         try:
-            self._function = ctypes.c_void_p(driver.load_function(spec.compile(), ENTRY, index, spec.shared_bytes))
+            function = driver.load_function(spec.compile(), ENTRY, index, spec.shared_bytes_alone)
+            self._function = ctypes.c_void_p(function)
             block_n = spec.tile.block_n
             self._maps = [
                 driver.TensorMaps(t.dtype, t.shape, t.stride(), block_n, t.data_ptr(), index, _FETCHED)
@@ -233,16 +239,23 @@ class DecodePlan:
         self._frames: list[driver.Frame] = []
 
     def _configure(self, kv_heads: int, batch: int, chosen: Chosen) -> None:
-        """The launch, in clusters that the device, which may be a slice of a GPU, has room for."""
+        """The launch, in clusters that the device, which may be a slice of a GPU, has room for.
+
+        Where all blocks can have a multiprocessor of their own they do: some are placed while an earlier launch still
+        ends, two where it has ended, and others then stay idle.
+        """
         spec, splits = chosen
         while True:
             self._attributes = driver.cluster_attributes(splits)
-            self._config = driver.LaunchConfig(
-                (splits, kv_heads, batch), (spec.tile.num_threads, 1, 1), spec.shared_bytes, None,
-                ctypes.addressof(self._attributes), len(self._attributes),
-            )  # fmt: skip
             self.chosen = Chosen(spec, splits)
-            if splits == 1 or driver.max_active_clusters(self._function, self._config, splits):
+            for shared_bytes, clusters in ((spec.shared_bytes_alone, batch * kv_heads), (spec.shared_bytes, 1)):
+                self._config = driver.LaunchConfig(
+                    (splits, kv_heads, batch), (spec.tile.num_threads, 1, 1), shared_bytes, None,
+                    ctypes.addressof(self._attributes), len(self._attributes),
+                )  # fmt: skip
+                if driver.max_active_clusters(self._function, self._config, splits) >= clusters:
+                    return
+            if splits == 1:
                 return
             splits //= 2
 

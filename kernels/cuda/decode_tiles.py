@@ -18,6 +18,8 @@ SHARED_MEMORY = 227 << 10
 _MOST_STAGES = 24
 _MOST_OF_TWO, _MOST_OF_ONE = 110 << 10, 216 << 10
 """Shared memory of a block where two share a multiprocessor, and of one alone."""
+ALONE = 116 << 10
+"""With so much shared memory a block is alone on its multiprocessor."""
 
 
 @dataclass(frozen=True)

@@ -190,8 +190,8 @@ def _() -> None:
     decode_tiles.pays = lambda units, seqlen_k: True
     for seqlen_k in (64, 1001, 5000):
         for mask in (torch.rand(seqlen_k, device="cuda") < 0.9, torch.arange(seqlen_k, device="cuda") < 200):
-            attend((1, seqlen_k), 128, mask=mask, trains=False)
-            attend((4, seqlen_k - 1), 64, mask=mask[1:], trains=False)
+            attend((1, seqlen_k), 128, mask=mask[None], trains=False)
+            attend((4, seqlen_k - 1), 64, mask=mask[None, 1:], trains=False)
 
 
 @program("paged decoding", "attention_decode")
