@@ -2,14 +2,14 @@ r"""Turns results of the benchmarks into a policy: which measured calls our kern
 
     cd benchmarks/results
     python -m benchmarks.make_policy \
-        nvidia_h200_{decode{,_masks},varlen,attention{,_again},special{,_masks,_halves,_short}}.json
+        nvidia_h200_{decode,varlen,attention{,_again},special{,_masks,_halves,_short}}.json
 
 Writes torch_flashbackend/policies/<gpu>.json, which policy.py reads. Its ratios are eager times, CPU and GPU together:
 what PyTorch's default takes, divided by what ours takes, for the forward without gradients and for forward plus
-backward. Of decoding the ratio is the smaller one of two, the other being that of times in a CUDA graph, where servers
-and compiled programs do it: an eager step of 30 us may be 10 on the GPU. Of packed sequences they are GPU times: there,
-whichever kernel runs, nested tensors take milliseconds of Python, and who calls the kernels by another name does not.
-Standard library only; it never runs a kernel.
+backward. Of decoding the ratio is the smaller one of two, the other being that of times in a CUDA graph, behind other
+work, where servers and compiled programs do it: an eager step of 30 us may be 10 on the GPU. Of packed sequences they
+are GPU times: there, whichever kernel runs, nested tensors take milliseconds of Python, and who calls the kernels by
+another name does not. Standard library only; it never runs a kernel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def ratio(row: dict[str, Any], name: str, backend: str) -> float | None:
         return None
     if "default" not in times:
         return REFUSED if "default" in row.get("refused", {}) else None
-    in_graph = row.get("us", {}) if name == "forward" else {}  # of decoding alone
+    in_graph = row.get("after_product_us", {}) if name == "forward" else {}  # of decoding alone
     both = [each for each in (times, in_graph) if backend in each and "default" in each]
     return round(min(each["default"] / each[backend] for each in both), 3)
 

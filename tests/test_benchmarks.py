@@ -462,9 +462,9 @@ def test_policy_holds_a_row_for_each_backend_that_was_measured(tmp_path):
 def test_decoding_is_judged_by_the_worse_of_eager_and_a_graph():
     row = {"policy_case": "gqa", "eager_us": {"forward": {"cuda": 20.0, "default": 40.0}}}
     assert make_policy.ratio(row, "forward", "cuda") == 2.0
-    assert make_policy.ratio(row | {"us": {"cuda": 18.0, "default": 20.0}}, "forward", "cuda") == 1.111
-    assert make_policy.ratio(row | {"us": {"cuda": 5.0, "default": 20.0}}, "forward", "cuda") == 2.0
-    assert make_policy.ratio(row | {"us": {"triton": 9.0, "default": 20.0}}, "forward", "cuda") == 2.0
+    assert make_policy.ratio(row | {"after_product_us": {"cuda": 18.0, "default": 20.0}}, "forward", "cuda") == 1.111
+    assert make_policy.ratio(row | {"after_product_us": {"cuda": 5.0, "default": 20.0}}, "forward", "cuda") == 2.0
+    assert make_policy.ratio(row | {"after_product_us": {"triton": 9.0, "default": 20.0}}, "forward", "cuda") == 2.0
 
 
 def test_decoding_on_a_kernel_of_many_queries_is_no_measurement_of_the_cuda_backend():

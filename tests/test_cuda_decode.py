@@ -203,6 +203,16 @@ def test_blocks_that_can_have_a_multiprocessor_of_their_own_do(cuda, batch, mult
     assert room == (batch < 67 and multiprocessors > 63)
 
 
+@pytest.mark.parametrize(("batch", "seqlen_k", "begins_early"), [(4, 1000, True), (4, 24_575, True), (4, 24_576, False),
+                                                                 (66, 1500, False), (67, 1500, True)])  # fmt: skip
+def test_long_launches_of_few_blocks_wait_until_the_gpu_is_empty(cuda, batch, seqlen_k, begins_early):
+    call(batch=batch, seqlen_k=seqlen_k)
+    assert (driver._PROGRAMMATIC_STREAM_SERIALIZATION in launched(cuda)[2]) == begins_early
+    mask = torch.empty(batch, 1, 1, seqlen_k, dtype=torch.bool, device="meta")  # of which all but little may be hidden
+    call(batch=batch, seqlen_k=seqlen_k, mask=mask)
+    assert driver._PROGRAMMATIC_STREAM_SERIALIZATION in launched(cuda)[2]
+
+
 def test_smaller_clusters_where_the_device_has_no_room_for_large_ones(cuda):
     cuda.largest = 2
     call()

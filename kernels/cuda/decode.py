@@ -208,8 +208,10 @@ class DecodePlan:
                 driver.TensorMaps(t.dtype, t.shape, t.stride(), block_n, t.data_ptr(), index, _FETCHED)
                 for t in (key, value)
             ]
+            keys_and_values = batch * kv_heads * seqlen_k * (head_dim + head_dim_v) * query.element_size()
+            is_long = mask is None and keys_and_values >= decode_tiles.LONG  # who knows how much a mask hides
             with torch.cuda.device(index):
-                self._configure(kv_heads, batch, chosen)
+                self._configure(kv_heads, batch, chosen, is_long)
         except (driver.DriverError, OSError) as error:
             raise KernelUnavailable(f"{ENTRY}: {error}") from error
         mask_stride_batch = mask_stride_head = 0
@@ -238,20 +240,23 @@ class DecodePlan:
         )
         self._frames: list[driver.Frame] = []
 
-    def _configure(self, kv_heads: int, batch: int, chosen: Chosen) -> None:
+    def _configure(self, kv_heads: int, batch: int, chosen: Chosen, is_long: bool) -> None:
         """The launch, in clusters that the device, which may be a slice of a GPU, has room for.
 
         Where all blocks can have a multiprocessor of their own they do: some are placed while an earlier launch still
-        ends, two where it has ended, and others then stay idle.
+        ends, two where it has ended, and others then stay idle. Clusters would crowd so too, which costs a long launch
+        more than to wait until the GPU is empty.
         """
         spec, splits = chosen
         while True:
             self._attributes = driver.cluster_attributes(splits)
             self.chosen = Chosen(spec, splits)
-            for shared_bytes, clusters in ((spec.shared_bytes_alone, batch * kv_heads), (spec.shared_bytes, 1)):
+            for alone, clusters in ((True, batch * kv_heads), (False, 1)):
+                # The second attribute lets the launch begin before earlier ones have ended.
                 self._config = driver.LaunchConfig(
-                    (splits, kv_heads, batch), (spec.tile.num_threads, 1, 1), shared_bytes, None,
-                    ctypes.addressof(self._attributes), len(self._attributes),
+                    (splits, kv_heads, batch), (spec.tile.num_threads, 1, 1),
+                    spec.shared_bytes_alone if alone else spec.shared_bytes, None,
+                    ctypes.addressof(self._attributes), 1 if alone and is_long else 2,
                 )  # fmt: skip
                 if driver.max_active_clusters(self._function, self._config, splits) >= clusters:
                     return

@@ -20,6 +20,8 @@ _MOST_OF_TWO, _MOST_OF_ONE = 110 << 10, 216 << 10
 """Shared memory of a block where two share a multiprocessor, and of one alone."""
 ALONE = 116 << 10
 """With so much shared memory a block is alone on its multiprocessor."""
+LONG = 96 << 20
+"""Bytes of keys and values from which on a launch of blocks that are alone waits until earlier ones have left."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ MAX_QUERIES = 16
 MAX_HEAD_DIM = 256
 _MAX_SPLITS = 1024
 _LOG2E = math.log2(math.e)
+_LONG = 96 << 20
+"""Bytes of keys and values: 25 us on an H200."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +223,11 @@ class DecodePlan:
         self.counters = units if merge == MERGE_BY_LAST.value else 0
         self.partials = results * block_r * (block_d + 2) if splits > 1 else 0
         interpreted = isinstance(attention_decode, InterpretedFunction)
-        dependent = call.family == "sm_90" and not interpreted
+        # Programs that begin while an earlier launch ends take what is free, several a multiprocessor, and leave others
+        # idle; of long launches that would fill no more than three quarters it costs more than waiting.
+        crowds = 4 * splits * units <= 3 * tile.programs * call.multiprocessors
+        is_long = pairs * visible * 2 * block_d * call.dtype.itemsize >= _LONG
+        dependent = call.family == "sm_90" and not interpreted and not (crowds and is_long)
         # The query tile comes with every tile of keys, where that is cheap; with 256 columns to be merged it is not.
         stream = block_m == 16 and factor == 1 and call.dtype.itemsize == 2
         stream = stream and not (merge == MERGE_BY_LAST.value and block_d > 128)
