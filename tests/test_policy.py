@@ -231,6 +231,18 @@ def test_the_fastest_of_our_backends_is_taken_if_it_is_faster_than_stock(install
     assert chosen() == ("stock", "measured slower")
 
 
+def test_our_backends_are_compared_at_calls_that_both_were_measured_at(install):
+    """A call that one of them cannot run, and what is measured there, says nothing about which of them is faster."""
+    both = [row(1.2, seqlen=512, backend="cuda"), row(1.1, seqlen=512), row(3.0, seqlen=2048, backend="cuda"),
+            row(2.0, seqlen=2048)]  # fmt: skip
+    install(*both, row(2.0, seqlen=1024))
+    assert chosen() == ("cuda", "measured faster: dense")
+    install(*(r | {"case": "bool_mask"} for r in (*both, row(2.0, seqlen=1024))))
+    assert chosen(mask="bool")[0] == "cuda"
+    install(row(1.2, seqlen=512, backend="cuda"), row(2.0, seqlen=1024))  # nothing in common: by what there is
+    assert chosen()[0] == "triton"
+
+
 def test_rows_of_one_backend_say_nothing_about_the_other(install):
     install(row(1.5, backend="triton"))
     assert chosen() == ("triton", "measured faster: dense")
@@ -308,7 +320,9 @@ def test_steps_over_a_static_cache_run_on_the_kernel_that_splits_the_keys(batch,
     step = Problem.from_shapes(
         (batch, 32, 1, 128), seqlen_k=4160, kv_heads=kv_heads, mask="bool", gpu="NVIDIA H200", architecture="sm_90"
     )
-    assert decide(step).backend == "triton"
+    assert decide(step).backend == "cuda"
+    several_rows = dataclasses.replace(step, query_shape=(batch, 32, 4, 128))
+    assert decide(several_rows).backend == "triton"
 
 
 @pytest.mark.parametrize(
@@ -316,9 +330,10 @@ def test_steps_over_a_static_cache_run_on_the_kernel_that_splits_the_keys(batch,
     [
         (1, 32, 8, 8192, True),
         (8, 32, 8, 1024, True),
-        (1, 28, 4, 4096, False),
-        (5, 32, 8, 4096, False),
-        (8, 32, 8, 4096, False),
+        (1, 28, 4, 4096, True),
+        (5, 32, 8, 4096, True),
+        (8, 32, 8, 4096, True),
+        (1, 28, 4, 16384, False),
         (1, 8, 1, 131072, False),
         (1, 32, 1, 2048, False),
     ],

@@ -90,6 +90,11 @@ class Row:
         """Operations of the forward pass, the causal half included."""
         return 4 * self.batch * self.heads * self.seqlen_q * self.seqlen_k * self.head_dim
 
+    @functools.cached_property
+    def call(self) -> tuple[Any, ...]:
+        """What was measured, whoever's kernels ran."""
+        return tuple(getattr(self, name) for name in _FACTS)
+
     @property
     def decode(self) -> bool:
         """Was this a decoding step?"""
@@ -105,6 +110,10 @@ class Row:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         seqlen = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
         return f"batch {self.batch}, heads {heads}, seqlen {seqlen}, head_dim {head_dim}"
+
+
+# The fields of a row that say which call it is.
+_FACTS = tuple(field.name for field in dataclasses.fields(Row) if field.name not in ("forward", "training", "backend"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,8 +148,8 @@ def judge(problem: Problem, backend: str) -> Verdict:
     if backend != SPECIAL or not verdict.take:
         return verdict
     # Whatever the special kernels can run, the portable ones can too.
-    other = _judge_all(problem, PORTABLE, measured)
-    if other.take and other.ratio > MARGIN * verdict.ratio:
+    same, other = _judge_both(problem, measured)
+    if other.take and other.ratio > MARGIN * same.ratio:
         return _slower_than_portable(verdict, other)
     return verdict
 
@@ -153,14 +162,23 @@ def not_the_fastest_of_ours(problem: Problem, backend: str) -> Verdict | None:
     if backend != SPECIAL:
         return None
     measured = policy_for(problem)
-    verdict, other = (_judge_all(problem, name, measured) for name in (SPECIAL, PORTABLE))
+    verdict = _judge_all(problem, SPECIAL, measured)
     if math.isnan(verdict.ratio):
         return None if verdict.take else verdict
+    same, other = _judge_both(problem, measured)
     if verdict.take:
-        slower = other.take and other.ratio > MARGIN * verdict.ratio
+        slower = other.take and other.ratio > MARGIN * same.ratio
     else:  # and stock is faster than these: so are the portable ones, unless they were measured to be no better
-        slower = not other.ratio <= MARGIN * verdict.ratio
+        slower = not other.ratio <= MARGIN * same.ratio
     return _slower_than_portable(verdict, other) if slower else None
+
+
+def _judge_both(problem: Problem, measured: Policy | None) -> tuple[Verdict, Verdict]:
+    """Of the special and of the portable kernels, by calls that both were measured at, where there are any."""
+    return (
+        _judge_all(problem, SPECIAL, measured, beside=PORTABLE),
+        _judge_all(problem, PORTABLE, measured, beside=SPECIAL),
+    )
 
 
 def _slower_than_portable(verdict: Verdict, other: Verdict) -> Verdict:
@@ -168,8 +186,8 @@ def _slower_than_portable(verdict: Verdict, other: Verdict) -> Verdict:
     return Verdict(False, f"measured slower than {PORTABLE}", message, verdict.ratio)
 
 
-def _judge_all(problem: Problem, backend: str, measured: Policy | None) -> Verdict:
-    verdicts = [_judge_case(problem, case, measured, backend) for case in cases(problem)]
+def _judge_all(problem: Problem, backend: str, measured: Policy | None, beside: str | None = None) -> Verdict:
+    verdicts = [_judge_case(problem, case, measured, backend, beside) for case in cases(problem)]
     return next((verdict for verdict in verdicts if not verdict.take), verdicts[0])
 
 
@@ -224,14 +242,15 @@ def policies() -> dict[str, Policy]:
     return found
 
 
-def _judge_case(problem: Problem, case: str, policy: Policy | None, backend: str) -> Verdict:
+def _judge_case(problem: Problem, case: str, policy: Policy | None, backend: str, beside: str | None = None) -> Verdict:
+    """beside: another backend of ours; calls that it was measured at too decide, where there are any."""
     if problem.entry == "nested" and not problem.symbolic and _work(problem) <= NESTED_WORK * (problem.sm_count or 0):
         message = "stock spends milliseconds in Python on a call on nested tensors, our kernels less than one"
         return Verdict(True, "nested tensors: Python decides", message)
     if policy is None:
         return _unmeasured(problem, case, f"no measurements for {problem.gpu_name or 'this GPU'}", backend)
     training, symbolic = problem.requires_grad, problem.symbolic
-    rows = _comparable(problem, case, policy, training, symbolic, backend)
+    rows = _comparable(problem, case, policy, training, symbolic, backend, beside)
     if not rows:
         kind = "training" if training else "forward"
         causal = "causal " if problem.is_causal else ""
@@ -257,12 +276,25 @@ def _judge_case(problem: Problem, case: str, policy: Policy | None, backend: str
     return Verdict(False, "measured slower", f"{message}; {MARGIN} is asked", ratio)
 
 
-def _comparable(problem: Problem, case: str, policy: Policy, training: bool, symbolic: bool, backend: str) -> list[Row]:
+def _comparable(
+    problem: Problem, case: str, policy: Policy, training: bool, symbolic: bool, backend: str, beside: str | None
+) -> list[Row]:
     """Rows of the same kind, all of one pair of head dimensions: the nearest at or above the call's."""
     decode = not symbolic and problem.seqlen_q <= DECODE_SEQLEN
     head_dim, head_dim_v = (size if isinstance(size, int) else None for size in (problem.head_dim, problem.head_dim_v))
     dims = head_dim, head_dim_v
-    return _look_up(policy, backend, case, problem.is_causal, _dtypes(problem), decode, dims, training)
+    arguments = case, problem.is_causal, _dtypes(problem), decode, dims, training
+    if beside is not None:
+        return _measured_on_both(policy, backend, beside, *arguments)
+    return _look_up(policy, backend, *arguments)
+
+
+@functools.lru_cache(1024)
+def _measured_on_both(policy: Policy, backend: str, beside: str, *arguments: Any) -> list[Row]:
+    """Of the first backend's rows those of calls that the second was measured at; all where there are none."""
+    rows = _look_up(policy, backend, *arguments)
+    others = {row.call for row in _look_up(policy, beside, *arguments)}
+    return [row for row in rows if row.call in others] or rows
 
 
 # A program whose lengths change asks for the same rows at every step.
