@@ -196,7 +196,7 @@ def prepare_all(
                     prepared[name] = candidate
                 meter.synchronize()
         except Exception as error:  # whatever a contender raises, the others are measured
-            if "CUDA error" in str(error):
+            if meter.cuda and "CUDA error" in str(error):
                 raise  # the context is lost
             refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
     return prepared, refused
